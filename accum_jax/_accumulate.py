@@ -1,0 +1,381 @@
+"""Accumulation as a function transformation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypedDict, Unpack
+
+from ._errors import check_argnums, check_choice, check_real_scalar
+from ._options import Options
+from ._reduce import check_reduce
+from ._trace import compile_once
+from ._window import Gradient, run_window
+
+
+def accumulate(
+    grad_fn: Callable[..., Any],
+    k: int | None = None,
+    *,
+    microbatch_size: int | None = None,
+    batch_argnums: int | tuple[int, ...] = 1,
+    batch_axes: Any = 0,
+    key_argnums: int | tuple[int, ...] = (),
+    reduce: Any = "mean",
+    weight: Callable[..., Any] | None = None,
+    weight_from_output: Callable[[Any], Any] | None = None,
+    accumulator_dtype: Any = None,
+    output_dtype: Any = None,
+    stacked: bool = False,
+    remainder: Literal["error", "tail"] = "error",
+    nonfinite: Literal["propagate", "skip"] = "propagate",
+    num_real_microbatches: Any = None,
+    stats: Literal["counts", "norms"] | None = None,
+) -> Callable[..., Any]:
+    """Makes a function of a batch run as `k` microbatches in one loop.
+
+    `grad_fn(params, batch, ...)` is any pure function whose result over a batch is made of its
+    results over parts of the batch: what `jax.grad` or `jax.value_and_grad` return, a gradient with
+    auxiliary output, an evaluation. With x_i its output on microbatch i and w_i the weight of that
+    microbatch (rows by default), `"mean"` gives Σ w_i·x_i / Σ w_i, divided once after the loop.
+    This is the whole batch's result where the loss is a mean over what the weights count, and rows
+    do not act on one another (batch norm and in-batch negatives do).
+
+    Microbatch i holds rows i, i + k, i + 2k, ... of every leaf, so that a batch that is sharded
+    over devices stays where it is.
+
+    Cost: one forward and backward pass over the rows in all, the activations of one microbatch, one
+    accumulator of the size of each reduced output, and one gradient beside it
+    (`accum_jax.value_and_grad` does without the second). The program's size does not depend on k.
+
+    Args:
+      grad_fn: function of positional arguments, traced once. Keyword arguments and leaves that are
+        no arrays are handed to it as they are.
+      k: microbatches per update, a Python int. Give it or `microbatch_size`.
+      microbatch_size: rows of a microbatch, a Python int.
+      batch_argnums: positions of the arguments that hold the batch.
+      batch_axes: the batch's axis in them, as `jax.vmap`'s `in_axes`: an int, or a pytree prefix of
+        the argument (of the tuple of arguments where `batch_argnums` is a tuple); None for what is
+        passed whole; negative axes count from the end.
+      key_argnums: positions of arguments that are random keys, typed or raw, or pytrees of keys.
+        Microbatch i gets `jax.random.fold_in(key, i)`.
+      reduce: how outputs are put together, a pytree prefix of the output of
+
+        - `"mean"`, `"sum"` (Σ x) and `"sum_over_weight"` (Σ x / Σ w, for losses that are sums);
+        - `"concat"`: rows on axis 0, in the caller's order;
+        - `"stack"`: a new axis 0 of size k;
+        - `"last"`, `"max"`, `"min"`;
+        - `thread(argnum)`: state that the next microbatch gets as argument `argnum`;
+        - an object with `init(struct)`, `update(carry, value, index)` and `finalize(carry)`, such
+          as `optax.microbatching.Accumulator`, that gets its whole part of the output.
+
+        None, float0 and leaves that are no numbers pass through.
+      weight: `weight(*batch_args)` of one microbatch, a real, non-negative scalar: the number of
+        tokens, say. A microbatch of weight 0 adds nothing, whatever its values; a total weight of 0
+        gives zeros.
+      weight_from_output: the same, of `grad_fn`'s output for one microbatch.
+      accumulator_dtype: float dtype of the sums; None is float32, or the leaf's own where that is
+        wider, and its complex counterpart for complex leaves. Integers and booleans are summed as
+        integers.
+      output_dtype: None gives results in the dtypes of `grad_fn`'s, `"accumulator"` hands on the
+        sums unrounded (scaled float16 gradients must not be rounded before they are unscaled), a
+        dtype is taken as it is.
+      stacked: True for a batch whose leaves are [k, m, ...] already; microbatch i is `leaf[i]`.
+        `batch_axes` then speaks of `leaf[i]`.
+      remainder: what happens where k does not divide the batch of B rows. `"error"` says which k
+        do. `"tail"`: microbatches have m = ceil(B / k) rows (or `microbatch_size`), and the last
+        B mod m rows run as a smaller one after the loop, at most k in all; exact.
+      nonfinite: `"propagate"`, or `"skip"`: a microbatch with a NaN or infinity in a leaf reduced
+        by mean, sum or sum_over_weight (or in its weight) is left out, and means are over the
+        others.
+      num_real_microbatches: integer scalar, may be traced: only the first so many run and count.
+        Another value does not compile again. Not differentiable.
+      stats: `"counts"` or `"norms"`: the result is then `(out, AccumulationStats)`. `"norms"`
+        measures the part of the output that has the structure and shapes of argument 0.
+
+    Returns:
+      A function of the same arguments. Structure, shapes and dtypes of its result are those of
+      `grad_fn` on the whole batch, for mean, sum and concat. It runs under `jax.jit`, `jax.vmap`
+      and differentiation; called outside of them, it is compiled once for each structure and types
+      of its arguments, and what `grad_fn` closes over is read then, as under `jax.jit`.
+
+    Raises:
+      TypeError: when built: an argument of the wrong type, both or neither of `k` and
+        `microbatch_size`, an argument with two roles. When traced: a key that is none, a dtype that
+        its reducer cannot take.
+      ValueError: when built: a number out of range, an unknown name. When traced: no rows, leaves
+        that disagree about their number, a k that does not fit, `reduce` or `batch_axes` that fit
+        not, a weight that is no scalar, an output whose rows would be mixed.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from accum_jax import accumulate
+      >>> def loss(w, batch):
+      ...     return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+      >>> batch = {"x": jnp.eye(8, 2), "y": jnp.arange(8.0)}
+      >>> grad_fn = jax.value_and_grad(loss)
+      >>> print(grad_fn(jnp.ones(2), batch))
+      (Array(17.5, dtype=float32), Array([0.25, 0.  ], dtype=float32))
+      >>> print(accumulate(grad_fn, k=4)(jnp.ones(2), batch))
+      (Array(17.5, dtype=float32), Array([0.25, 0.  ], dtype=float32))
+    """
+    options = Options.check(
+        "accumulate",
+        grad_fn,
+        k=k,
+        microbatch_size=microbatch_size,
+        batch_argnums=batch_argnums,
+        batch_axes=batch_axes,
+        key_argnums=key_argnums,
+        weight=weight,
+        weight_from_output=weight_from_output,
+        accumulator_dtype=accumulator_dtype,
+        output_dtype=output_dtype,
+        stacked=stacked,
+        remainder=remainder,
+        nonfinite=nonfinite,
+        num_real_microbatches=num_real_microbatches,
+        stats=stats,
+    )
+    threads = check_reduce("accumulate", "reduce", reduce)
+    options.arguments.roles(options.roles(threads))
+
+    def run(args, kwargs):
+        output, _, stats = run_window(options, reduce, grad_fn, None, args, kwargs)
+        return output if stats is None else (output, stats)
+
+    return compile_once(grad_fn, run)
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    k: int | None = None,
+    reduction: Literal["mean", "sum", "sum_over_weight"] = "mean",
+    aux: Any = "mean",
+    loss_scale: Any = None,
+    in_place: bool | None = None,
+    allow_int: bool = False,
+    microbatch_size: int | None = None,
+    batch_argnums: int | tuple[int, ...] = 1,
+    batch_axes: Any = 0,
+    key_argnums: int | tuple[int, ...] = (),
+    weight: Callable[..., Any] | None = None,
+    weight_from_output: Callable[[Any], Any] | None = None,
+    accumulator_dtype: Any = None,
+    output_dtype: Any = None,
+    stacked: bool = False,
+    remainder: Literal["error", "tail"] = "error",
+    nonfinite: Literal["propagate", "skip"] = "propagate",
+    num_real_microbatches: Any = None,
+    stats: Literal["counts", "norms"] | None = None,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` run as `k` microbatches in one loop, added up in place.
+
+    With L_i the loss of microbatch i and w_i its weight (rows by default), `reduction="mean"` gives
+    Σ w_i·L_i / Σ w_i and its gradient, which is the whole batch's where the loss is a mean over
+    what the weights count. Weights and `loss_scale` enter through the cotangent of the loss; the
+    gradient is divided once, after the loop.
+
+    Memory: knowing the loss, the backward pass adds each layer's gradient to the accumulator as
+    soon as it is there, so the accumulator is the only memory of the gradients' size; a finished
+    gradient beside it, which every loop around `jax.grad` has, is as large as the parameters (for
+    layers under `lax.scan`, where the compiler cannot take it apart). Weights keep a conditional
+    around the backward pass, which costs about a seventh of that. With parameters in bfloat16 and a
+    float32 accumulator the loop around the gradient runs; float32 parameters that are cast to
+    bfloat16 inside each layer (inside the scanned body) are both more exact and leaner.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, ...)` returns a real scalar, or `(scalar, aux)`.
+      argnums: as `jax.value_and_grad`'s.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      k: microbatches per update, a Python int. Give it or `microbatch_size`.
+      reduction: reducer of value and gradient: `"mean"`, `"sum"`, or `"sum_over_weight"` for losses
+        that are sums over what the weights count.
+      aux: reducers of the auxiliary output, a pytree prefix as `accumulate`'s `reduce`.
+      loss_scale: real scalar, may be traced, by which the gradient is multiplied inside the
+        backward pass so that float16 gradients do not vanish. The gradient comes back scaled, the
+        value does not. `static_loss_scale` and `dynamic_loss_scale` unscale; hand them the sums
+        with `output_dtype="accumulator"`, which a float16 gradient could not hold.
+      in_place: None adds in place wherever that is exact and possible, and else runs the loop
+        around the finished gradient. It is not under `jax.vmap` or differentiation, for complex
+        parameters, where the accumulator's dtype is not the parameter's, with `nonfinite="skip"` or
+        `stats` (both look at each gradient), where a loss narrower than float32 would round its
+        weights, and with a jax that cannot. True raises where it cannot; with `stats="counts"` it
+        sees non-finite losses and not non-finite gradients. False runs the loop. `jax.vmap` of a
+        jitted function cannot be seen from inside: with weights it needs False.
+      allow_int: as `jax.value_and_grad`'s.
+      microbatch_size: as in `accumulate`, like all that follow.
+      batch_argnums: see `accumulate`.
+      batch_axes: see `accumulate`.
+      key_argnums: see `accumulate`.
+      weight: see `accumulate`.
+      weight_from_output: of what `loss_fn` returns.
+      accumulator_dtype: see `accumulate`.
+      output_dtype: see `accumulate`.
+      stacked: see `accumulate`.
+      remainder: see `accumulate`.
+      nonfinite: see `accumulate`. `"skip"` is refused together with `loss_scale`: the scale must
+        see the overflow, so let `dynamic_loss_scale` skip the update.
+      num_real_microbatches: see `accumulate`.
+      stats: see `accumulate`. Of unscaled gradients.
+
+    Returns:
+      A function of the same arguments that returns what `jax.value_and_grad(loss_fn, argnums,
+      has_aux)` would: `(value, grads)` or `((value, aux), grads)`; with `stats`, a pair of that and
+      `AccumulationStats`.
+
+    Raises:
+      TypeError: as `accumulate`; when traced: a loss that is no real scalar, a differentiated leaf
+        that is no float (integers: `allow_int`).
+      ValueError: as `accumulate`; when traced: `in_place=True` with an option that excludes it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import accum_jax
+      >>> def loss(w, batch):
+      ...     return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+      >>> batch = {"x": jnp.eye(8, 2), "y": jnp.arange(8.0)}
+      >>> value, grad = accum_jax.value_and_grad(loss, k=4)(jnp.ones(2), batch)
+      >>> print(value, grad)
+      17.5 [0.25 0.  ]
+    """
+    run = _differentiate(
+        "value_and_grad",
+        loss_fn,
+        argnums,
+        has_aux,
+        k=k,
+        reduction=reduction,
+        aux=aux,
+        loss_scale=loss_scale,
+        in_place=in_place,
+        allow_int=allow_int,
+        microbatch_size=microbatch_size,
+        batch_argnums=batch_argnums,
+        batch_axes=batch_axes,
+        key_argnums=key_argnums,
+        weight=weight,
+        weight_from_output=weight_from_output,
+        accumulator_dtype=accumulator_dtype,
+        output_dtype=output_dtype,
+        stacked=stacked,
+        remainder=remainder,
+        nonfinite=nonfinite,
+        num_real_microbatches=num_real_microbatches,
+        stats=stats,
+    )
+
+    def with_value(args, kwargs):
+        output, grads, stats = run(args, kwargs)
+        return (output, grads) if stats is None else ((output, grads), stats)
+
+    return compile_once(loss_fn, with_value)
+
+
+class Keywords(TypedDict, total=False):
+    """The keywords of `value_and_grad`, which says what they mean."""
+
+    k: int | None
+    reduction: Literal["mean", "sum", "sum_over_weight"]
+    aux: Any
+    loss_scale: Any
+    in_place: bool | None
+    allow_int: bool
+    microbatch_size: int | None
+    batch_argnums: int | tuple[int, ...]
+    batch_axes: Any
+    key_argnums: int | tuple[int, ...]
+    weight: Callable[..., Any] | None
+    weight_from_output: Callable[[Any], Any] | None
+    accumulator_dtype: Any
+    output_dtype: Any
+    stacked: bool
+    remainder: Literal["error", "tail"]
+    nonfinite: Literal["propagate", "skip"]
+    num_real_microbatches: Any
+    stats: Literal["counts", "norms"] | None
+
+
+def grad(
+    loss_fn: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    **keywords: Unpack[Keywords],
+) -> Callable[..., Any]:
+    """`jax.grad` run as `k` microbatches in one loop: `value_and_grad` without the value.
+
+    Args:
+      loss_fn: see `value_and_grad`.
+      argnums: see `value_and_grad`.
+      has_aux: see `value_and_grad`.
+      **keywords: those of `value_and_grad`, with the same meaning.
+
+    Returns:
+      A function of the same arguments that returns what `jax.grad(loss_fn, argnums, has_aux)`
+      would: `grads` or `(grads, aux)`; with `stats`, a pair of that and `AccumulationStats`.
+
+    Raises:
+      TypeError, ValueError: as `value_and_grad`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import accum_jax
+      >>> print(accum_jax.grad(lambda w, x: jnp.mean(w * x), k=2)(1.0, jnp.arange(4.0)))
+      1.5
+    """
+    run = _differentiate("grad", loss_fn, argnums, has_aux, **keywords)
+
+    def without_value(args, kwargs):
+        output, grads, stats = run(args, kwargs)
+        result = (grads, output[1]) if has_aux else grads
+        return result if stats is None else (result, stats)
+
+    return compile_once(loss_fn, without_value)
+
+
+def _differentiate(
+    fn: str,
+    loss_fn: Callable[..., Any],
+    argnums: Any,
+    has_aux: Any,
+    *,
+    reduction: Any = "mean",
+    aux: Any = "mean",
+    loss_scale: Any = None,
+    in_place: Any = None,
+    allow_int: Any = False,
+    **shared: Any,
+) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
+    """Checks the arguments; returns the function that gives output, gradients and statistics."""
+    options = Options.check(fn, loss_fn, **shared)
+    check_choice(fn, "has_aux", has_aux, (False, True))
+    check_choice(fn, "reduction", reduction, ("mean", "sum", "sum_over_weight"))
+    check_choice(fn, "in_place", in_place, (None, False, True))
+    check_choice(fn, "allow_int", allow_int, (False, True))
+    if not has_aux and aux != "mean":
+        raise TypeError(f"{fn}: aux={aux!r} reduces an auxiliary output; set has_aux=True.")
+    if loss_scale is not None:
+        check_real_scalar(fn, "loss_scale", loss_scale)
+        if options.nonfinite == "skip":
+            raise ValueError(
+                f'{fn}: loss_scale with nonfinite="skip" would hide the overflow from the scale. '
+                'Use nonfinite="propagate" and accum_jax.dynamic_loss_scale, which skips the '
+                "update and lowers the scale."
+            )
+    gradient = Gradient(
+        check_argnums(fn, "argnums", argnums), has_aux, reduction, loss_scale, in_place, allow_int
+    )
+    gradient.check_in_place(options)
+    reduce = (reduction, aux) if has_aux else reduction
+    options.arguments.roles(
+        {**options.roles(check_reduce(fn, "aux", aux)), "argnums": gradient.argnums}
+    )
+
+    def run(args, kwargs):
+        output, grads, stats = run_window(options, reduce, loss_fn, gradient, args, kwargs)
+        several = isinstance(argnums, (tuple, list))
+        return output, tuple(grads) if several else grads[0], stats
+
+    return run

@@ -1,0 +1,115 @@
+"""Shows runs: progress while they train, a table and a plot afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from accum_jax._demo.tasks import Task
+from accum_jax._demo.training import Run, largest_difference
+
+# Okabe and Ito's colours, told apart by colour-blind readers too. The curves lie on each other:
+# the first is broad and pale, the others are dashes on top of it.
+_STYLES = (
+    {"color": "#56B4E9", "linewidth": 6, "alpha": 0.55},
+    {"color": "#D55E00", "linewidth": 1.8, "linestyle": (0, (6, 6))},
+    {"color": "#222222", "linewidth": 1.8, "linestyle": (6, (6, 6))},
+)
+
+
+def progress() -> Progress:
+    """A progress display on standard error, which leaves standard output to the results."""
+    return Progress(
+        TextColumn("{task.description:<17}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
+
+
+def to_dict(task: Task, runs: list[Run]) -> dict[str, Any]:
+    """The comparison as plain numbers; the first run is the one compared with."""
+    return {
+        "effective_batch": task.effective_batch,
+        "microbatch_size": task.microbatch_size,
+        "k": task.k,
+        "ways": [
+            {
+                "name": run.name,
+                "test_accuracy": run.test_accuracy,
+                "largest_parameter_difference": largest_difference(run.params, runs[0].params),
+                "temp_bytes": run.temp_bytes,
+                "median_update_ms": run.update_ms,
+                "optimizer_updates": run.optimizer_updates,
+                "last_loss": run.losses[-1],
+            }
+            for run in runs
+        ],
+    }
+
+
+def table(comparison: dict[str, Any]) -> Table:
+    """The comparison that `to_dict` gives, as a table."""
+    result = Table(
+        title="{effective_batch} rows an update: {k} microbatches of {microbatch_size}".format(
+            **comparison
+        ),
+        caption="Temporary memory: of the compiled program, besides arguments and results.",
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    result.add_column("way", no_wrap=True)
+    for heading in (
+        "test accuracy",
+        "largest parameter difference",
+        "temporary memory",
+        "median update",
+        "optimizer updates",
+    ):
+        result.add_column(heading, justify="right")
+    for way in comparison["ways"]:
+        result.add_row(
+            way["name"],
+            f"{way['test_accuracy']:.2%}",
+            f"{way['largest_parameter_difference']:.1e}",
+            f"{way['temp_bytes'] / 1e6:.2f} MB",
+            f"{way['median_update_ms']:.1f} ms",
+            str(way["optimizer_updates"]),
+        )
+    return result
+
+
+def save_plot(runs: list[Run], path: Path) -> None:
+    """Writes a PNG: the loss curves over each other, and a bar of temporary memory for each."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    curves, bars = figure.subplots(1, 2, width_ratios=(2, 1))
+    for run, style in zip(runs, _STYLES, strict=True):
+        curves.plot(range(1, len(run.losses) + 1), run.losses, label=run.name, **style)
+    curves.set(
+        title="Loss of each effective batch", xlabel="optimizer update", ylabel="loss", yscale="log"
+    )
+    curves.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    curves.yaxis.set_major_formatter("{x:g}")
+    curves.yaxis.set_minor_formatter(NullFormatter())
+    curves.legend(frameon=False, handlelength=5)
+    curves.grid(alpha=0.25)
+
+    heights = [run.temp_bytes / 1e6 for run in runs]
+    names = [run.name.replace(".", ".\n") for run in runs]
+    drawn = bars.bar(names, heights, color=[style["color"] for style in _STYLES], width=0.6)
+    bars.bar_label(drawn, fmt="%.2f", padding=2)
+    bars.set(title="Temporary memory of one update", ylabel="MB")
+    bars.margins(y=0.12)
+    for axes in (curves, bars):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png", dpi=150)

@@ -1,0 +1,40 @@
+"""Gradients added to an accumulator during the backward pass: all that needs a recent jax.
+
+The cotangent of a parameter is added to a mutable array as soon as a layer has made it, so that the
+backward pass holds no gradient of its own, not even that of a scan over layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.interpreters.partial_eval import DynamicJaxprTracer
+
+
+def available() -> bool:
+    """Whether this jax can do it."""
+    _, pull = jax.vjp(lambda x: x, 0.0)
+    return hasattr(pull, "with_refs") and hasattr(jax, "new_ref") and hasattr(jax, "freeze")
+
+
+def traced_plainly(tree: Any) -> bool:
+    """Whether no leaf is being mapped or differentiated, as far as can be seen from here."""
+    tracers = [x for x in jax.tree.leaves(tree) if isinstance(x, Tracer)]
+    return all(isinstance(x, DynamicJaxprTracer) for x in tracers)
+
+
+def new_accumulators(zeros: list[jax.Array]) -> list[Any]:
+    return [jax.new_ref(x) for x in zeros]
+
+
+def add_gradient(pull: Callable[..., Any], cotangent: jax.Array, accumulators: list[Any]) -> None:
+    """Adds what `pull(cotangent)` would return to the accumulators."""
+    pull.with_refs(accumulators)(cotangent)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def read_accumulators(accumulators: list[Any]) -> list[jax.Array]:
+    """The sums; the accumulators are used up."""
+    return [jax.freeze(x) for x in accumulators]

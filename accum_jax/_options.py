@@ -1,0 +1,150 @@
+"""The keywords that all accumulating functions share, checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from ._errors import (
+    Arguments,
+    check_argnums,
+    check_callable,
+    check_choice,
+    check_exactly_one,
+    check_inexact_dtype,
+    check_int,
+)
+from ._reduce import Thread
+from ._split import check_batch_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The checked keywords of one accumulating function.
+
+    Raises:
+      TypeError, ValueError: when built, for each static argument that is wrong by itself.
+    """
+
+    fn: str
+    arguments: Arguments
+    batch_argnums: tuple[int, ...]
+    batch_axes: Any  # a prefix of the tuple of batch arguments
+    key_argnums: tuple[int, ...]
+    k: int | None
+    microbatch_size: int | None
+    stacked: bool
+    remainder: str
+    weight: Callable[..., Any] | None
+    weight_from_output: Callable[[Any], Any] | None
+    accumulator_dtype: Any
+    output_dtype: Any
+    nonfinite: str
+    num_real_microbatches: Any
+    stats: str | None
+
+    @classmethod
+    def check(
+        cls,
+        fn: str,
+        function: Callable[..., Any],
+        *,
+        k: Any = None,
+        microbatch_size: Any = None,
+        batch_argnums: Any = 1,
+        batch_axes: Any = 0,
+        key_argnums: Any = (),
+        weight: Any = None,
+        weight_from_output: Any = None,
+        accumulator_dtype: Any = None,
+        output_dtype: Any = None,
+        stacked: Any = False,
+        remainder: Any = "error",
+        nonfinite: Any = "propagate",
+        num_real_microbatches: Any = None,
+        stats: Any = None,
+    ) -> Options:
+        check_callable(fn, "grad_fn" if fn == "accumulate" else "loss_fn", function)
+        check_choice(fn, "stacked", stacked, (False, True))
+        check_choice(fn, "remainder", remainder, ("error", "tail"))
+        check_choice(fn, "nonfinite", nonfinite, ("propagate", "skip"))
+        check_choice(fn, "stats", stats, (None, "counts", "norms"))
+        if stacked:
+            if k is not None or microbatch_size is not None:
+                raise TypeError(
+                    f"{fn}: stacked=True takes k and the microbatch from the leaves [k, m, ...], "
+                    f"got k={k!r}, microbatch_size={microbatch_size!r}. Leave both out."
+                )
+        else:
+            check_exactly_one(fn, "k", "microbatch_size", (k, microbatch_size))
+            if k is not None:
+                k = check_int(fn, "k", k, "microbatches per update")
+            else:
+                microbatch_size = check_int(
+                    fn, "microbatch_size", microbatch_size, "rows of a microbatch"
+                )
+        batch = check_argnums(fn, "batch_argnums", batch_argnums)
+        axes = check_batch_axes(fn, batch_axes, several=isinstance(batch_argnums, (tuple, list)))
+        if not isinstance(batch_argnums, (tuple, list)):
+            axes = (axes,)
+        for argument, value in (("weight", weight), ("weight_from_output", weight_from_output)):
+            if value is not None:
+                check_callable(fn, argument, value)
+        if weight is not None and weight_from_output is not None:
+            raise TypeError(f"{fn}: give weight or weight_from_output, not both.")
+        if accumulator_dtype is not None:
+            accumulator_dtype = check_inexact_dtype(fn, "accumulator_dtype", accumulator_dtype)
+        if output_dtype is not None and not is_text(output_dtype, "accumulator"):
+            output_dtype = check_inexact_dtype(fn, "output_dtype", output_dtype)
+        _check_num_real(fn, num_real_microbatches)
+        return cls(
+            fn=fn,
+            arguments=Arguments(fn, function),
+            batch_argnums=batch,
+            batch_axes=axes,
+            key_argnums=check_argnums(fn, "key_argnums", key_argnums),
+            k=k,
+            microbatch_size=microbatch_size,
+            stacked=stacked,
+            remainder=remainder,
+            weight=weight,
+            weight_from_output=weight_from_output,
+            accumulator_dtype=accumulator_dtype,
+            output_dtype=output_dtype,
+            nonfinite=nonfinite,
+            num_real_microbatches=num_real_microbatches,
+            stats=stats,
+        )
+
+    def roles(self, threads: list[Thread]) -> dict[str, tuple[int, ...]]:
+        """Which arguments have a role."""
+        return {
+            "batch_argnums": self.batch_argnums,
+            "key_argnums": self.key_argnums,
+            "thread": tuple(thread.argnum for thread in threads),
+        }
+
+    @property
+    def weighted(self) -> bool:
+        return self.weight is not None or self.weight_from_output is not None
+
+
+def is_text(value: Any, text: str) -> bool:
+    return isinstance(value, str) and value == text
+
+
+def _check_num_real(fn: str, value: Any) -> None:
+    if value is None:
+        return
+    dtype = getattr(value, "dtype", None)
+    if isinstance(value, bool) or not (
+        isinstance(value, int)
+        or (dtype is not None and jnp.issubdtype(dtype, jnp.integer) and value.shape == ())
+    ):
+        raise TypeError(
+            f"{fn}: num_real_microbatches must be an integer scalar (how many microbatches run), "
+            f"got {value!r} of type {type(value).__name__}."
+        )

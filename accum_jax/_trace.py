@@ -1,0 +1,127 @@
+"""Functions traced once, whatever their leaves are."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
+
+from ._split import is_array
+
+SCALARS = (bool, int, float, complex, np.generic)
+
+
+@jax.tree_util.register_pytree_node_class
+class _Untraced:
+    """A leaf that is no array, carried through a trace as structure."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def tree_flatten(self):
+        return (), self
+
+    @classmethod
+    def tree_unflatten(cls, aux, _):
+        return aux
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Untraced) or type(self.value) is not type(other.value):
+            return False
+        if isinstance(self.value, (float, complex)):  # -0.0 is not 0.0, NaN is NaN
+            return repr(self.value) == repr(other.value)
+        return self.value is other.value or bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), self.value))
+
+
+def _is_untraced(x: Any) -> bool:
+    return isinstance(x, _Untraced)
+
+
+def hide(tree: Any) -> Any:
+    """Makes the leaves that are no arrays part of the structure."""
+    return jax.tree.map(lambda x: x if is_array(x) and not _is_float0(x) else _Untraced(x), tree)
+
+
+def show(tree: Any) -> Any:
+    """Undoes `hide`."""
+    return jax.tree.map(lambda x: x.value if _is_untraced(x) else x, tree, is_leaf=_is_untraced)
+
+
+def _is_float0(x: Any) -> bool:
+    return x.dtype == jax.dtypes.float0
+
+
+def numbers_to_arrays(tree: Any) -> Any:
+    """Python and numpy numbers as arrays of a strong type; other leaves as they are."""
+
+    def leaf(x):
+        if isinstance(x, SCALARS) or (is_array(x) and not _is_float0(x) and not is_key(x)):
+            x = jnp.asarray(x)
+            return lax.convert_element_type(x, x.dtype)  # drops a weak type
+        return x
+
+    return jax.tree.map(leaf, tree)
+
+
+def is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def compile_once(
+    function: Callable[..., Any], run: Callable[[Any, Any], Any]
+) -> Callable[..., Any]:
+    """A function like `function` that calls `run(args, kwargs)`.
+
+    Outside a trace it is compiled once for each structure of its arguments: a loop whose body is a
+    new closure at every call would compile at every call.
+    """
+
+    @jax.jit
+    def compiled(args, kwargs):
+        return hide(run(*show((args, kwargs))))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
+            return run(args, kwargs)
+        hidden = hide((args, kwargs))
+        try:
+            hash(jax.tree.structure(hidden))
+        except TypeError:  # a leaf that is neither array nor hashable
+            return run(args, kwargs)
+        return show(compiled(*hidden))
+
+    # Equinox takes what stands in __wrapped__ for a part of the module that holds the function.
+    with contextlib.suppress(TypeError, ValueError):
+        call.__signature__ = inspect.signature(function)  # pyright: ignore
+    del call.__wrapped__
+    return call
+
+
+def stage(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:
+    """Traces `function` once.
+
+    Returns a function that runs what was traced on arguments of the same types, and the structure
+    of the result with a `jax.ShapeDtypeStruct` for each array or number; other leaves as they are.
+    """
+    closed, struct = jax.make_jaxpr(
+        lambda *args: hide(numbers_to_arrays(function(*show(args)))), return_shape=True
+    )(*hide(args))
+    run, treedef = jaxpr_as_fun(closed), jax.tree.structure(struct)
+
+    def staged(*args):
+        return show(jax.tree.unflatten(treedef, run(*jax.tree.leaves(hide(args)))))
+
+    return staged, show(struct)

@@ -1,0 +1,136 @@
+"""The command line: parses arguments, calls the library and prints what came back.
+
+Each command imports what it needs when it runs, so that `--help` wants no extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from accum_jax import __version__
+
+_DEMO_PACKAGES = {
+    "flax": "flax",
+    "matplotlib": "matplotlib",
+    "rich": "rich",
+    "sklearn": "scikit-learn",
+}
+
+
+class _UsageError(Exception):
+    """What the caller has to change, in one line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: the arguments after the program's name; `None` takes those of the process.
+
+    Returns:
+        The exit code: 0 fine, 1 the answer is no or not known, 2 bad usage.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except _UsageError as error:
+        print(f"accum-jax {arguments.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="accum-jax", description="Gradient accumulation that equals the whole batch."
+    )
+    parser.add_argument("--version", action="version", version=f"accum-jax {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--json", action="store_true", help="print JSON and nothing else")
+
+    summary = "train a small Flax model whole-batch, accumulated and with optax.MultiSteps"
+    demo = commands.add_parser("demo", parents=[shared], help=summary, description=summary)
+    demo.add_argument(
+        "--model",
+        choices=["digits"],
+        default="digits",
+        help="digits: handwritten digits, a CNN (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--api", choices=["linen"], default="linen", help="Flax's API (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--steps",
+        type=_positive_int,
+        default=200,
+        metavar="N",
+        help="optimizer updates (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--out", type=_png_path, metavar="FILE.png", help="write loss curves and memory here"
+    )
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    _check_installed(_DEMO_PACKAGES, extra="demo")
+    from rich.console import Console
+
+    from accum_jax._demo import show, tasks, training
+
+    task = tasks.TASKS[arguments.model, arguments.api]()
+    runs = []
+    with show.progress() as progress:
+        for name in training.WAYS:
+            bar = progress.add_task(name, total=arguments.steps, loss=float("nan"))
+
+            def advance(loss: float, bar=bar) -> None:
+                progress.update(bar, advance=1, loss=loss)
+
+            runs.append(training.train(task, name, arguments.steps, advance))
+    if arguments.out is not None:
+        show.save_plot(runs, arguments.out)
+
+    comparison = show.to_dict(task, runs)
+    if arguments.json:
+        print(json.dumps(comparison, indent=2))
+    else:
+        console = Console()
+        console.print(show.table(comparison))
+        if arguments.out is not None:
+            console.print(f"Plot: {arguments.out}", highlight=False)
+    return 0
+
+
+def _check_installed(packages: dict[str, str], *, extra: str) -> None:
+    """Refuses to go on without `packages`, import name to distribution name."""
+    missing = [name for module, name in packages.items() if not importlib.util.find_spec(module)]
+    if missing:
+        raise _UsageError(
+            f"{', '.join(missing)} not installed; run: pip install 'accum-jax[{extra}]'"
+        )
+
+
+def _positive_int(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+    return number
+
+
+def _png_path(text: str) -> Path:
+    path = Path(text)
+    if path.suffix != ".png" or path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file name that ends in .png, got {text!r}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"no folder {str(path.parent)!r} to write {text!r} in")
+    return path
