@@ -3,6 +3,7 @@
 from ._accumulate import accumulate as accumulate
 from ._accumulate import grad as grad
 from ._accumulate import value_and_grad as value_and_grad
+from ._accumulated_loss import accumulated_loss as accumulated_loss
 from ._reduce import thread as thread
 from ._stats import AccumulationStats as AccumulationStats
 

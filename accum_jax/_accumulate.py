@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -30,6 +31,7 @@ def accumulate(
     nonfinite: Literal["propagate", "skip"] = "propagate",
     num_real_microbatches: Any = None,
     stats: Literal["counts", "norms"] | None = None,
+    axis_name: Any = None,
 ) -> Callable[..., Any]:
     """Makes a function of a batch run as `k` microbatches in one loop.
 
@@ -135,6 +137,7 @@ def accumulate(
         nonfinite=nonfinite,
         num_real_microbatches=num_real_microbatches,
         stats=stats,
+        axis_name=axis_name,
     )
     threads = check_reduce("accumulate", "reduce", reduce)
     options.arguments.roles(options.roles(threads))
@@ -170,6 +173,7 @@ def value_and_grad(
     nonfinite: Literal["propagate", "skip"] = "propagate",
     num_real_microbatches: Any = None,
     stats: Literal["counts", "norms"] | None = None,
+    axis_name: Any = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` run as `k` microbatches in one loop, added up in place.
 
@@ -265,6 +269,7 @@ def value_and_grad(
         nonfinite=nonfinite,
         num_real_microbatches=num_real_microbatches,
         stats=stats,
+        axis_name=axis_name,
     )
 
     def with_value(args, kwargs):
@@ -274,15 +279,13 @@ def value_and_grad(
     return compile_once(loss_fn, with_value)
 
 
-class Keywords(TypedDict, total=False):
-    """The keywords of `value_and_grad`, which says what they mean."""
+class LossKeywords(TypedDict, total=False):
+    """What `value_and_grad` and `accumulated_loss` share; `value_and_grad` says what it means."""
 
-    k: int | None
     reduction: Literal["mean", "sum", "sum_over_weight"]
     aux: Any
     loss_scale: Any
     in_place: bool | None
-    allow_int: bool
     microbatch_size: int | None
     batch_argnums: int | tuple[int, ...]
     batch_axes: Any
@@ -296,6 +299,14 @@ class Keywords(TypedDict, total=False):
     nonfinite: Literal["propagate", "skip"]
     num_real_microbatches: Any
     stats: Literal["counts", "norms"] | None
+    axis_name: Any
+
+
+class Keywords(LossKeywords, total=False):
+    """The keywords of `value_and_grad`."""
+
+    k: int | None
+    allow_int: bool
 
 
 def grad(
@@ -341,19 +352,43 @@ def _differentiate(
     argnums: Any,
     has_aux: Any,
     *,
+    allow_int: Any = False,
+    **keywords: Any,
+) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
+    """Checks the arguments; returns the function that gives output, gradients and statistics."""
+    check_choice(fn, "allow_int", allow_int, (False, True))
+    options, reduce, gradient = check_loss(fn, loss_fn, has_aux, **keywords)
+    gradient = dataclasses.replace(
+        gradient, argnums=check_argnums(fn, "argnums", argnums), allow_int=allow_int
+    )
+    threads = check_reduce(fn, "reduce", reduce)
+    options.arguments.roles({**options.roles(threads), "argnums": gradient.argnums})
+
+    def run(args, kwargs):
+        output, grads, stats = run_window(options, reduce, loss_fn, gradient, args, kwargs)
+        several = isinstance(argnums, (tuple, list))
+        return output, tuple(grads) if several else grads[0], stats
+
+    return run
+
+
+def check_loss(
+    fn: str,
+    loss_fn: Callable[..., Any],
+    has_aux: Any,
+    *,
     reduction: Any = "mean",
     aux: Any = "mean",
     loss_scale: Any = None,
     in_place: Any = None,
-    allow_int: Any = False,
     **shared: Any,
-) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
-    """Checks the arguments; returns the function that gives output, gradients and statistics."""
+) -> tuple[Options, Any, Gradient]:
+    """Checks what is asked of a loss; returns options, reducers and a gradient of no argument."""
     options = Options.check(fn, loss_fn, **shared)
     check_choice(fn, "has_aux", has_aux, (False, True))
     check_choice(fn, "reduction", reduction, ("mean", "sum", "sum_over_weight"))
     check_choice(fn, "in_place", in_place, (None, False, True))
-    check_choice(fn, "allow_int", allow_int, (False, True))
+    check_reduce(fn, "aux", aux)
     if not has_aux and aux != "mean":
         raise TypeError(f"{fn}: aux={aux!r} reduces an auxiliary output; set has_aux=True.")
     if loss_scale is not None:
@@ -365,17 +400,13 @@ def _differentiate(
                 "update and lowers the scale."
             )
     gradient = Gradient(
-        check_argnums(fn, "argnums", argnums), has_aux, reduction, loss_scale, in_place, allow_int
+        argnums=(),
+        has_aux=has_aux,
+        reduction=reduction,
+        loss_scale=loss_scale,
+        in_place=in_place,
+        allow_int=False,
+        output_dtype=options.output_dtype,
     )
     gradient.check_in_place(options)
-    reduce = (reduction, aux) if has_aux else reduction
-    options.arguments.roles(
-        {**options.roles(check_reduce(fn, "aux", aux)), "argnums": gradient.argnums}
-    )
-
-    def run(args, kwargs):
-        output, grads, stats = run_window(options, reduce, loss_fn, gradient, args, kwargs)
-        several = isinstance(argnums, (tuple, list))
-        return output, tuple(grads) if several else grads[0], stats
-
-    return run
+    return options, (reduction, aux) if has_aux else reduction, gradient

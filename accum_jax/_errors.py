@@ -55,6 +55,16 @@ def check_argnums(fn: str, argument: str, value: Any) -> tuple[int, ...]:
     return tuple(map(operator.index, numbers))
 
 
+def check_axis_names(fn: str, argument: str, value: Any) -> tuple[Any, ...]:
+    """Returns one axis name or several as a tuple; None as no axis."""
+    names = () if value is None else tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if any(isinstance(name, (int, float)) or not hasattr(name, "__hash__") for name in names):
+        raise TypeError(f"{fn}: {argument} must be an axis name or a tuple of them, got {value!r}.")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{fn}: {argument}={value!r} names an axis twice.")
+    return names
+
+
 def check_inexact_dtype(fn: str, argument: str, value: Any) -> jnp.dtype:
     """Returns `value` as a dtype; refuses what is no float or complex dtype."""
     try:

@@ -10,20 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.core import Tracer
-from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 
 def available() -> bool:
     """Whether this jax can do it."""
     _, pull = jax.vjp(lambda x: x, 0.0)
     return hasattr(pull, "with_refs") and hasattr(jax, "new_ref") and hasattr(jax, "freeze")
-
-
-def traced_plainly(tree: Any) -> bool:
-    """Whether no leaf is being mapped or differentiated, as far as can be seen from here."""
-    tracers = [x for x in jax.tree.leaves(tree) if isinstance(x, Tracer)]
-    return all(isinstance(x, DynamicJaxprTracer) for x in tracers)
 
 
 def new_accumulators(zeros: list[jax.Array]) -> list[Any]:

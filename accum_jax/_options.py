@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ._errors import (
     Arguments,
     check_argnums,
+    check_axis_names,
     check_callable,
     check_choice,
     check_exactly_one,
@@ -45,6 +46,7 @@ class Options:
     nonfinite: str
     num_real_microbatches: Any
     stats: str | None
+    axis_names: tuple[Any, ...]
 
     @classmethod
     def check(
@@ -66,6 +68,7 @@ class Options:
         nonfinite: Any = "propagate",
         num_real_microbatches: Any = None,
         stats: Any = None,
+        axis_name: Any = None,
     ) -> Options:
         check_callable(fn, "grad_fn" if fn == "accumulate" else "loss_fn", function)
         check_choice(fn, "stacked", stacked, (False, True))
@@ -117,6 +120,7 @@ class Options:
             nonfinite=nonfinite,
             num_real_microbatches=num_real_microbatches,
             stats=stats,
+            axis_names=check_axis_names(fn, "axis_name", axis_name),
         )
 
     def roles(self, threads: list[Thread]) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._errors import check_int, leaf_name
-from ._split import Split
+from ._sharding import DataAxes
+from ._split import Split, is_array
 
 
 class Microbatch(NamedTuple):
@@ -87,6 +88,7 @@ class Window(NamedTuple):
     """The static facts of one call that reducers need."""
 
     split: Split
+    axes: DataAxes
     accumulator_dtype: Any
     output_dtype: Any
 
@@ -119,6 +121,10 @@ class LeafReducer:
     def update(self, carry: Any, x: jax.Array, microbatch: Microbatch) -> Any:
         raise NotImplementedError
 
+    def merge(self, carry: Any) -> Any:
+        """The carry of all devices together."""
+        raise NotImplementedError
+
     def finalize(self, carry: Any, totals: Totals) -> jax.Array:
         return carry
 
@@ -145,6 +151,9 @@ class _Sum(LeafReducer):
         if self.name == "mean":
             x = scale(x, microbatch.share if microbatch.weight is None else microbatch.weight)
         return select(microbatch.kept, carry + x, carry)
+
+    def merge(self, carry):
+        return self.window.axes.sum(carry)
 
     def finalize(self, carry, totals):
         if self.name == "sum":
@@ -174,13 +183,22 @@ class _Extreme(LeafReducer):
         extreme = jnp.maximum if self.name == "max" else jnp.minimum
         return select(microbatch.kept, extreme(carry, x), carry)
 
+    def merge(self, carry):
+        return self.window.axes.extreme(self.name, carry)
+
     def finalize(self, carry, totals):
         return select(totals.any_kept, carry, jnp.zeros_like(carry))
 
 
 class _Last(LeafReducer):
+    def refusal(self):
+        return _one_device_only(self.window)
+
     def update(self, carry, x, microbatch):
         return select(microbatch.kept, x, carry)
+
+    def merge(self, carry):
+        return self.window.axes.agree(carry)
 
 
 class _Stack(LeafReducer):
@@ -193,13 +211,16 @@ class _Stack(LeafReducer):
                 f"its microbatches are unequal ({split.rows} rows, the last {split.tail}). Use "
                 '"concat", or a k that divides the batch'
             )
-        return None
+        return _one_device_only(self.window)
 
     def init(self):
         return jnp.zeros((self.window.split.num_full, *self.leaf.shape), self.leaf.dtype)
 
     def update(self, carry, x, microbatch):
         return lax.dynamic_update_index_in_dim(carry, x, microbatch.index, 0)
+
+    def merge(self, carry):
+        return self.window.axes.agree(carry)
 
 
 class _Concat(LeafReducer):
@@ -231,10 +252,23 @@ class _Concat(LeafReducer):
         axis = 0 if self.window.split.stacked else 1
         return lax.dynamic_update_index_in_dim(rows, x, microbatch.index, axis), tail
 
+    def merge(self, carry):
+        return carry  # every device keeps its rows
+
     def finalize(self, carry, totals):
         rows, tail = carry
         rows = rows.reshape((rows.shape[0] * rows.shape[1], *rows.shape[2:]))
         return jnp.concatenate([rows, tail]) if self.window.split.tail else rows
+
+
+def _one_device_only(window: Window) -> str | None:
+    if window.axes.size > 1:
+        names = ", ".join(map(repr, window.axes.names))
+        return (
+            f"its microbatches are spread over {window.axes.size} devices (axes {names}). Use "
+            '"concat", "mean", "sum", "max" or "min"'
+        )
+    return None
 
 
 REDUCERS: dict[str, type[LeafReducer]] = {
@@ -328,6 +362,11 @@ class Part:
         self.where, self.reducer, self.struct, self.window = where, reducer, struct, window
         self.state: Any = None  # what a thread starts from
         self.leafwise: list[LeafReducer] = []
+        if not isinstance(reducer, (str, Thread)) and window.axes.size > 1:
+            raise ValueError(
+                f"{fn}: {where} is reduced by {reducer!r}, which cannot combine the results of "
+                f"{window.axes.size} devices. Use a reducer that is named, or one device."
+            )
         if isinstance(reducer, str):
             for path, leaf in jax.tree_util.tree_leaves_with_path(struct):
                 if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -396,6 +435,29 @@ class Part:
                 for reducer, c, x in zip(self.leafwise, carry, self.arrays(value), strict=True)
             ]
         return self.reducer.update(carry, value, microbatch.index)
+
+    def merge(self, carry: Any, weight: Any) -> Any:
+        """The carry of all devices together; `weight` is the total weight of this one's window."""
+        if not self.window.axes.names:
+            return carry
+        if isinstance(self.reducer, Thread):
+            return jax.tree.map(lambda x: self._average(x, weight), carry)
+        if isinstance(self.reducer, str):
+            each = zip(self.leafwise, carry, strict=True)
+            return [reducer.merge(c) for reducer, c in each]
+        return carry
+
+    def _average(self, state: Any, weight: Any) -> Any:
+        """Float state, averaged over devices by weight; other state agrees."""
+        axes = self.window.axes
+        if not is_array(state):
+            return state
+        if not jnp.issubdtype(state.dtype, jnp.inexact):
+            return axes.agree(state)
+        total = axes.sum(weight)
+        share = jnp.where(total == 0, 1 / axes.size, weight / jnp.where(total == 0, 1, total))
+        wide = scale(state.astype(wide_dtype(state.dtype)), share)
+        return axes.sum(jnp.where(share == 0, 0, wide)).astype(state.dtype)
 
     def finalize(self, carry: Any, totals: Totals) -> Any:
         """The result, sums still in the dtype in which they were divided."""

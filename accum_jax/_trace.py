@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun, take_current_trace
 
 from ._split import is_array
 
@@ -21,7 +20,7 @@ SCALARS = (bool, int, float, complex, np.generic)
 
 
 @jax.tree_util.register_pytree_node_class
-class _Untraced:
+class _Hidden:
     """A leaf that is no array, carried through a trace as structure."""
 
     def __init__(self, value: Any):
@@ -35,7 +34,7 @@ class _Untraced:
         return aux
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Untraced) or type(self.value) is not type(other.value):
+        if not isinstance(other, _Hidden) or type(self.value) is not type(other.value):
             return False
         if isinstance(self.value, (float, complex)):  # -0.0 is not 0.0, NaN is NaN
             return repr(self.value) == repr(other.value)
@@ -45,18 +44,18 @@ class _Untraced:
         return hash((type(self.value), self.value))
 
 
-def _is_untraced(x: Any) -> bool:
-    return isinstance(x, _Untraced)
+def is_hidden(x: Any) -> bool:
+    return isinstance(x, _Hidden)
 
 
 def hide(tree: Any) -> Any:
     """Makes the leaves that are no arrays part of the structure."""
-    return jax.tree.map(lambda x: x if is_array(x) and not _is_float0(x) else _Untraced(x), tree)
+    return jax.tree.map(lambda x: x if is_array(x) and not _is_float0(x) else _Hidden(x), tree)
 
 
 def show(tree: Any) -> Any:
     """Undoes `hide`."""
-    return jax.tree.map(lambda x: x.value if _is_untraced(x) else x, tree, is_leaf=_is_untraced)
+    return jax.tree.map(lambda x: x.value if is_hidden(x) else x, tree, is_leaf=is_hidden)
 
 
 def _is_float0(x: Any) -> bool:
@@ -79,6 +78,15 @@ def is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def surrounding_trace() -> str:
+    """What happens to operations here: "EvalTrace" runs them, "DynamicJaxprTrace" stages them.
+
+    Any other trace maps or differentiates, be it only what a function closes over.
+    """
+    with take_current_trace() as trace:
+        return type(trace).__name__
+
+
 def compile_once(
     function: Callable[..., Any], run: Callable[[Any, Any], Any]
 ) -> Callable[..., Any]:
@@ -94,7 +102,7 @@ def compile_once(
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
+        if surrounding_trace() != "EvalTrace":
             return run(args, kwargs)
         hidden = hide((args, kwargs))
         try:

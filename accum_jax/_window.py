@@ -25,9 +25,10 @@ from ._reduce import (
     select,
     wide_dtype,
 )
+from ._sharding import DataAxes, match
 from ._split import is_array, split_batch
 from ._stats import AccumulationStats, Squares, find_gradient, is_inexact, norms, square_norm
-from ._trace import SCALARS, is_key, numbers_to_arrays, stage
+from ._trace import SCALARS, is_key, numbers_to_arrays, stage, surrounding_trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Gradient:
     loss_scale: Any
     in_place: bool | None
     allow_int: bool
+    output_dtype: Any
+    leaves: tuple[tuple[bool, ...], ...] | None = None  # which of each argument's; None for all
 
     def excluded_by(self, options: Options) -> list[str]:
         """Why the gradient cannot be added up in place, as far as static arguments tell."""
@@ -102,7 +105,10 @@ def run_window(
     Raises:
       TypeError, ValueError: when traced, for all that `accumulate` names.
     """
-    return _Loop(options, reduce, function, gradient, args, kwargs).run()
+    axes = DataAxes(options.axis_names)
+    loop = _Loop(options, reduce, function, gradient, axes, args, kwargs)
+    results, gradient, stats = loop.run()
+    return loop.treedef.unflatten(results), gradient, stats
 
 
 class _Loop:
@@ -114,10 +120,12 @@ class _Loop:
         reduce: Any,
         function: Callable[..., Any],
         gradient: Gradient | None,
+        axes: DataAxes,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ):
         fn, names = options.fn, options.arguments
+        self.axes, args, kwargs = axes, axes.vary(args), axes.vary(kwargs)
         threads = check_reduce(fn, "reduce", reduce)
         roles = options.roles(threads)
         if gradient is not None:
@@ -143,24 +151,29 @@ class _Loop:
             stacked=options.stacked,
             remainder=options.remainder,
         )
-        self.states = [numbers_to_arrays(args[position]) for position in self.thread_at]
+        self.states = [axes.vary(numbers_to_arrays(args[position])) for position in self.thread_at]
         self.inputs = _Inputs(fn, names, gradient, args)
 
-        blocks, first = self.split.blocks(), jnp.zeros((), jnp.int32)
+        blocks, first = self.split.blocks(), axes.vary(jnp.zeros((), jnp.int32))
         self.microbatch, (struct, weight) = self._stage(
             lambda index: self.split.take(blocks, index), first
         )
         self.weight_dtype = jnp.float32 if weight is None else weight.dtype
-        self.window = Window(self.split, options.accumulator_dtype, options.output_dtype)
+        self.window = Window(self.split, axes, options.accumulator_dtype, options.output_dtype)
+        if gradient is not None:
+            self.value = _check_value(fn, gradient.has_aux, struct)
+            if gradient.has_aux:
+                what = "the auxiliary output"
+                broadcast_prefix(fn, "aux", reduce[1], struct[1], is_reducer, what)
         self._make_parts(reduce, struct)
         if self.split.num_rows > self.split.rows and not self.split.stacked:
             whole = self.split.whole()
             self._check_no_rows(lambda: self._stage(lambda index: whole, first)[1][0])
         self.gradient_part = None
         if gradient is not None:
-            _check_value(fn, struct[0] if gradient.has_aux else struct)
             structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.inputs.arrays]
-            self.gradient_part = Part(fn, "gradient", gradient.reduction, structs, self.window)
+            window = self.window._replace(output_dtype=gradient.output_dtype)
+            self.gradient_part = Part(fn, "gradient", gradient.reduction, structs, window)
         self.norms = None
         if options.stats == "norms":
             self.norms = _Norms(self, struct)
@@ -175,13 +188,27 @@ class _Loop:
             for position, value in zip(self.batch_at, batch, strict=True):
                 full[position] = value
             for position in self.key_at:
-                full[position] = _fold_in(self.args[position], index)
+                full[position] = self._fold_in(self.args[position], index)
             for position, value in zip(self.thread_at, states, strict=True):
                 full[position] = value
             output = self.function(*full, **self.kwargs)
             return output, self._weight(batch, output)
 
         return stage(call, self.inputs.arrays, index, self.states)
+
+    def _fold_in(self, keys: Any, index: Any) -> Any:
+        """Every key of a pytree for one microbatch on this device; arrays of keys one by one."""
+
+        def fold(key, index):
+            function = jax.random.fold_in
+            for _ in range(key.ndim - (0 if is_key(key) else 1)):
+                function = jax.vmap(function, (0, None))
+            return function(key, index)
+
+        keys = jax.tree.map(lambda key: fold(key, index), keys)
+        if self.axes.names:
+            keys = jax.tree.map(lambda key: fold(key, self.axes.index), keys)
+        return keys
 
     def _weight(self, batch: Any, output: Any) -> Any:
         """The weight of a microbatch as a float32 scalar, or wider; None without weights."""
@@ -253,7 +280,7 @@ class _Loop:
     # --- the loop --------------------------------------------------------------------------------
 
     def run(self) -> tuple[Any, Any, AccumulationStats | None]:
-        """Runs all microbatches and divides once."""
+        """Runs all microbatches and divides once; the output as a list, one entry for each part."""
         split, real = self.split, self.options.num_real_microbatches
         zero = jnp.zeros((), jnp.int32)
         may_leave_out = self.options.weighted or self.options.nonfinite == "skip"
@@ -266,7 +293,8 @@ class _Loop:
         self.accumulators = None
         sums = [] if self.gradient_part is None else self.gradient_part.init()
         if self._use_in_place():
-            self.accumulators, sums = _in_place.new_accumulators(sums), []
+            self.accumulators = _in_place.new_accumulators(match(sums, self.inputs.arrays))
+            sums = []
         carry = (counts, [part.init() for part in self.parts], sums)
         if real is not None:
             real = jnp.clip(jnp.asarray(real), 0, split.num_full + (split.tail > 0))
@@ -275,6 +303,7 @@ class _Loop:
         def body(index, carry):
             return self._run_one(self.microbatch, split.rows, False, index, carry)
 
+        carry = self.axes.settle(body, zero, self.axes.vary(carry))
         if real is None:
             indices = jnp.arange(split.num_full, dtype=jnp.int32)
             carry, _ = lax.scan(lambda carry, index: (body(index, carry), None), carry, indices)
@@ -291,7 +320,7 @@ class _Loop:
 
     def _run_tail(self, real: Any, carry: Any) -> Any:
         split, batch = self.split, self.split.take_tail()
-        index = jnp.full((), split.num_full, jnp.int32)
+        index = self.axes.vary(jnp.full((), split.num_full, jnp.int32))
         microbatch, _ = self._stage(lambda index: batch, index)
 
         def run(carry):
@@ -350,6 +379,12 @@ class _Loop:
         if self.accumulators is not None:
             sums = _in_place.read_accumulators(self.accumulators)
         rows = num_rows if counts.rows is None else counts.rows
+        weight = counts.weight if self.options.weighted else jnp.asarray(rows, jnp.float32)
+        carries = [part.merge(c, weight) for part, c in zip(self.parts, carries, strict=True)]
+        if self.gradient_part is not None:
+            sums = self.gradient_part.merge(sums, weight)
+        counts = jax.tree.map(self.axes.sum, counts)
+        rows, num_run, num_rows = map(self.axes.sum, (rows, num_run, num_rows))
         if isinstance(rows, int):
             scaled = rows / self.split.unit
         else:
@@ -361,7 +396,7 @@ class _Loop:
         )
         results = [part.finalize(c, totals) for part, c in zip(self.parts, carries, strict=True)]
         each = zip(self.parts, results, strict=True)
-        output = self.treedef.unflatten([part.cast(result) for part, result in each])
+        output = [part.cast(result) for part, result in each]
         gradient = wide_gradient = None
         if self.gradient_part is not None:
             wide_gradient = self.gradient_part.finalize(sums, totals)
@@ -398,14 +433,17 @@ class _Loop:
                 "that dtype. Keep parameters in float32 and cast them inside the layers, or set "
                 "accumulator_dtype"
             )
-        if not _in_place.traced_plainly((self.args, self.kwargs, gradient.loss_scale)):
+        if surrounding_trace() not in ("EvalTrace", "DynamicJaxprTrace"):
             reasons.append("the call is under jax.vmap or differentiation")
+        if self.value.dtype.itemsize < 4 and (options.weighted or self.split.tail > 0):
+            reasons.append(
+                f"the loss has dtype {self.value.dtype}, in which the weights of microbatches "
+                "would be rounded. Return it as float32"
+            )
         if gradient.in_place:
             gradient.raise_excluded(options.fn, reasons)
             return True
-        value = jax.tree.leaves(self.parts[0].struct)[0]
-        rounds = value.dtype.itemsize < 4 and (options.weighted or self.split.tail > 0)
-        return not (reasons or rounds or options.stats)
+        return not (reasons or options.stats)
 
     def _differentiate(self, staged: Callable[..., Any], index: Any, states: Any) -> Any:
         """Output and weight of a microbatch, and the function from cotangent to gradient."""
@@ -426,7 +464,7 @@ class _Loop:
         cotangent = jnp.asarray(factor, self.weight_dtype)
         if scale is not None:
             cotangent *= jnp.asarray(scale).astype(cotangent.dtype)
-        return cotangent.astype(value.dtype)
+        return match(cotangent.astype(value.dtype), value)
 
     def _add_in_place(self, pull: Any, output: Any, microbatch: Microbatch) -> None:
         factor: Any = 1
@@ -457,32 +495,20 @@ class _Inputs:
             return
         self.at = positions(gradient.argnums, len(args))
         self.given = [args[position] for position in self.at]
-        for position, tree in zip(self.at, self.given, strict=True):
-            for path, x in jax.tree_util.tree_leaves_with_path(tree):
-                if not (is_array(x) or isinstance(x, SCALARS)):
-                    raise TypeError(
-                        f"{fn}: {leaf_name(names.name(position), path)} is differentiated, but is "
-                        f"{x!r} of type {type(x).__name__}. Differentiate a tree of arrays "
-                        "(equinox.partition makes one) and pass the rest in another argument."
-                    )
-                (x,) = numbers_to_arrays([x])
-                if is_inexact(x):
-                    self.arrays.append(x)
-                elif not gradient.allow_int:
-                    raise TypeError(
-                        f"{fn}: {leaf_name(names.name(position), path)} is differentiated, but has "
-                        f"dtype {x.dtype}. Pass it in another argument, or set allow_int=True for "
-                        "a float0 gradient."
-                    )
+        self.wanted = []
+        for number, (position, tree) in enumerate(zip(self.at, self.given, strict=True)):
+            for index, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+                if gradient.leaves is not None and not gradient.leaves[number][index]:
+                    self.wanted.append(False)
+                    continue
+                name = leaf_name(names.name(position), path)
+                self.wanted.append(_is_differentiable(fn, name, x, gradient.allow_int))
+                if self.wanted[-1]:
+                    self.arrays += numbers_to_arrays([x])
 
     def _rebuild(self, arrays: list[Any], other: Callable[[Any], Any]) -> list[Any]:
-        remaining = iter(arrays)
-
-        def leaf(x):
-            inexact = is_inexact(x) if is_array(x) else isinstance(x, (float, complex, np.inexact))
-            return next(remaining) if inexact else other(x)
-
-        return [jax.tree.map(leaf, tree) for tree in self.given]
+        wanted, remaining = iter(self.wanted), iter(arrays)
+        return jax.tree.map(lambda x: next(remaining) if next(wanted) else other(x), self.given)
 
     def fill(self, arrays: list[Any]) -> list[tuple[int, Any]]:
         """The differentiated arguments with `arrays` in place of theirs, with their positions."""
@@ -491,7 +517,7 @@ class _Inputs:
         return list(zip(self.at, self._rebuild(arrays, lambda x: x), strict=True))
 
     def trees(self, arrays: list[Any]) -> list[Any]:
-        """Gradients with the structure of the arguments; float0 for integers."""
+        """Gradients with the structure of the arguments; float0 where there is none."""
         return self._rebuild(arrays, lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0))
 
 
@@ -556,17 +582,44 @@ class _Norms:
         )
 
 
-def _check_value(fn: str, value: Any) -> None:
-    if (
-        not isinstance(value, jax.ShapeDtypeStruct)
-        or value.shape != ()
-        or not jnp.issubdtype(value.dtype, jnp.floating)
-    ):
-        came = f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else f"{value!r}"
+def _is_differentiable(fn: str, name: str, x: Any, allow_int: bool) -> bool:
+    """Whether a leaf has a gradient; integers have none, and are allowed where said so."""
+    if not (is_array(x) or isinstance(x, SCALARS)):
         raise TypeError(
-            f"{fn}: the loss must be a real float scalar, got {came}. Reduce it over the rows, or "
-            "set has_aux=True where the function returns (loss, aux)."
+            f"{fn}: {name} is differentiated, but is {x!r} of type {type(x).__name__}. "
+            "Differentiate a tree of arrays (equinox.partition makes one) and pass the rest in "
+            "another argument."
         )
+    dtype = jnp.result_type(x)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return True
+    if allow_int:
+        return False
+    raise TypeError(
+        f"{fn}: {name} is differentiated, but has dtype {dtype}. Pass it in another argument, or "
+        "set allow_int=True for a float0 gradient."
+    )
+
+
+def _check_value(fn: str, has_aux: bool, output: Any) -> Any:
+    """The type of the loss in the output of the function that computes it."""
+    if has_aux and not (isinstance(output, tuple) and len(output) == 2):
+        raise TypeError(
+            f"{fn}: with has_aux=True the function must return (loss, aux), got "
+            f"{jax.tree.structure(output)}."
+        )
+    value: Any = output[0] if has_aux else output
+    if (
+        isinstance(value, jax.ShapeDtypeStruct)
+        and value.shape == ()
+        and jnp.issubdtype(value.dtype, jnp.floating)
+    ):
+        return value
+    came = f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else f"{value!r}"
+    raise TypeError(
+        f"{fn}: the loss must be a real float scalar, got {came}. Reduce it over the rows, or set "
+        "has_aux=True where the function returns (loss, aux)."
+    )
 
 
 def _check_keys(fn: str, name: str, keys: Any) -> None:
@@ -581,18 +634,6 @@ def _check_keys(fn: str, name: str, keys: Any) -> None:
             f"{fn}: {leaf_name(name, path)} is in key_argnums, but is no key: expected "
             f"jax.random.key(seed) or a raw uint32{list(raw)} key, got {came}."
         )
-
-
-def _fold_in(keys: Any, index: Any) -> Any:
-    """`fold_in(key, index)` for every key of a pytree; arrays of keys element by element."""
-
-    def fold(key):
-        function = jax.random.fold_in
-        for _ in range(key.ndim - (0 if is_key(key) else 1)):
-            function = jax.vmap(function, (0, None))
-        return function(key, index)
-
-    return jax.tree.map(fold, keys)
 
 
 def _is_finite(leaves: list[Any]) -> jax.Array:

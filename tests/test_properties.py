@@ -144,7 +144,7 @@ def _batches(draw, num_rows):
     return batch, axes
 
 
-@_SETTINGS
+@settings(_SETTINGS, max_examples=12)  # Every example is a program of many outputs.
 @given(data=st.data(), sizes=_sizes())
 def test_rows_of_every_layout(data, sizes):
     num_rows, size = sizes

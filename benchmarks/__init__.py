@@ -1,0 +1,1 @@
+"""Measures accum_jax against its peers: `python -m benchmarks`."""

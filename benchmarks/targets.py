@@ -1,0 +1,71 @@
+"""Machines to compile for: the one at hand, and TPUs that are not here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a compiled program needs on one device, in bytes.
+
+    Attributes:
+        temp: temporaries.
+        beyond_arguments: the most held at any time beside the arguments.
+        total: the same with the arguments.
+    """
+
+    temp: int
+    beyond_arguments: int
+    total: int
+
+
+class Target:
+    """A device to compile for; nothing is allocated on it.
+
+    Args:
+        name: None for the backend at hand, or a topology as `"v5e:2x2"`, of which the first device
+            is taken.
+
+    Raises:
+        RuntimeError: there is no libtpu, or it does not know the topology.
+    """
+
+    def __init__(self, name: str | None):
+        if name is None:
+            device = jax.devices()[0]
+        else:
+            # Without these libtpu asks the network what machine this is, and runs only once.
+            for variable, value in {
+                "TPU_SKIP_MDS_QUERY": "1",
+                "TPU_WORKER_HOSTNAMES": "localhost",
+                "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+                "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            }.items():
+                os.environ.setdefault(variable, value)
+            topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
+            device = topology.devices[0]
+        self.name = name or device.device_kind
+        self.platform = device.platform
+        self._sharding = SingleDeviceSharding(device)
+
+    def memory(self, fn: Any, *args: Any, donate: tuple[int, ...] = ()) -> Memory:
+        """Compiles `fn` for arguments of these shapes and reads what it needs."""
+        args = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), args
+        )
+        found = jax.jit(fn, donate_argnums=donate).lower(*args).compile().memory_analysis()
+        assert found is not None  # CPU, GPU and TPU all have it.
+        arguments = found.argument_size_in_bytes
+        if self.platform == "cpu":  # its peak leaves out most of the program
+            results = found.output_size_in_bytes - found.alias_size_in_bytes
+            beyond = found.temp_size_in_bytes + results
+        else:
+            beyond = found.peak_memory_in_bytes - arguments
+        return Memory(found.temp_size_in_bytes, beyond, arguments + beyond)
