@@ -10,6 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 
 def available() -> bool:
@@ -18,7 +21,19 @@ def available() -> bool:
     return hasattr(pull, "with_refs") and hasattr(jax, "new_ref") and hasattr(jax, "freeze")
 
 
-def new_accumulators(zeros: list[jax.Array]) -> list[Any]:
+def new_accumulators(zeros: list[jax.Array], read: list[Any]) -> list[Any]:
+    """Mutable arrays for a loop that reads the arrays among `read`.
+
+    The zeros are made to depend on all that the loop depends on. Otherwise jax, differentiating a
+    `lax.scan` around the loop, takes the new accumulators for invariants of that scan, hoists them
+    out of it, leaves the additions inside, and reads zeros.
+    """
+    arrays = [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for x in read
+        if isinstance(x, (jax.Array, np.ndarray)) and x.dtype != jax.dtypes.float0
+    ]
+    zeros, _ = lax.optimization_barrier((zeros, arrays))
     return [jax.new_ref(x) for x in zeros]
 
 

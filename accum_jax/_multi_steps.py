@@ -177,7 +177,7 @@ def multi_steps(
 
         def step_if_finite() -> _Outcome:
             return cond(
-                all_finite(accumulated()) & jnp.isfinite(total_weight),
+                all_finite(accumulated()),
                 step,
                 lambda: _Outcome(*hold(), closed=jnp.bool_(True), updated=jnp.bool_(False)),
             )

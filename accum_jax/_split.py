@@ -33,6 +33,19 @@ def check_batch_axes(fn: str, batch_axes: Any, several: bool) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class Batch:
+    """The leaves of the batch arguments and the axis on which each has the rows of the batch."""
+
+    leaves: tuple[Any, ...]
+    axes: tuple[int | None, ...]  # of one microbatch's leaves; None for what is passed whole
+    treedef: Any
+    stacked: bool
+    size: int  # rows; microbatches where they are stacked
+    microbatch_rows: int  # where they are stacked
+    where: str  # the leaf and axis that say so
+
+
+@dataclasses.dataclass(frozen=True)
 class Split:
     """A batch cut into `num_full` microbatches of `rows` rows and a last one of `tail` rows.
 
@@ -45,10 +58,11 @@ class Split:
     rows: int
     num_full: int
     tail: int
-    stacked: bool
-    leaves: tuple[Any, ...]
-    axes: tuple[int | None, ...]  # of one microbatch's leaves
-    treedef: Any
+    batch: Batch
+
+    @property
+    def stacked(self) -> bool:
+        return self.batch.stacked
 
     @property
     def num_rows(self) -> int:
@@ -72,7 +86,7 @@ class Split:
                 x = lax.slice_in_dim(x, 0, self.rows * self.num_full, axis=axis)
             return x.reshape(*x.shape[:axis], self.rows, self.num_full, *x.shape[axis + 1 :])
 
-        return list(map(block, self.leaves, self.axes))
+        return list(map(block, self.batch.leaves, self.batch.axes))
 
     def take(self, blocks: list[Any], index: Any) -> Any:
         """The batch arguments of full microbatch `index`."""
@@ -83,7 +97,7 @@ class Split:
             at = 0 if self.stacked else axis + 1
             return lax.dynamic_index_in_dim(x, index, at, keepdims=False)
 
-        return jax.tree.unflatten(self.treedef, map(leaf, blocks, self.axes))
+        return jax.tree.unflatten(self.batch.treedef, map(leaf, blocks, self.batch.axes))
 
     def take_tail(self) -> Any:
         """The batch arguments of the last, smaller microbatch."""
@@ -93,29 +107,21 @@ class Split:
                 return x
             return lax.slice_in_dim(x, self.rows * self.num_full, x.shape[axis], axis=axis)
 
-        return jax.tree.unflatten(self.treedef, map(leaf, self.leaves, self.axes))
+        return jax.tree.unflatten(self.batch.treedef, map(leaf, self.batch.leaves, self.batch.axes))
 
     def whole(self) -> Any:
         """The batch arguments as they came."""
-        return jax.tree.unflatten(self.treedef, self.leaves)
+        return jax.tree.unflatten(self.batch.treedef, self.batch.leaves)
 
 
-def split_batch(
-    fn: str,
-    names: list[str],
-    batch: tuple[Any, ...],
-    batch_axes: Any,
-    *,
-    k: int | None,
-    microbatch_size: int | None,
-    stacked: bool,
-    remainder: str,
-) -> Split:
-    """Finds the effective batch in the arguments and decides which rows run together.
+def find_rows(
+    fn: str, names: list[str], batch: tuple[Any, ...], batch_axes: Any, stacked: bool
+) -> Batch:
+    """Finds the rows of the effective batch in the arguments.
 
     Raises:
-      ValueError: when traced: no leaf has rows, leaves disagree, a leaf lacks the axis, the batch
-        is empty, or it cannot be cut as asked.
+      ValueError: when traced: no leaf has rows, leaves disagree, a leaf lacks the axis, or the
+        batch is empty.
     """
     axes_of, subtrees, _ = broadcast_prefix(
         fn, "batch_axes", batch_axes, batch, lambda x: x is None, "the batch"
@@ -157,12 +163,29 @@ def split_batch(
         if size == 0:
             raise ValueError(f"{fn}: the batch is empty: axis {axis} of {name} has size 0.")
     name, axis, size = found[0]
-    leaves = tuple(x for _, x in with_path)
-    if stacked:
-        rows = per_microbatch[0][2] if per_microbatch else 1
-        return Split(rows, size, 0, True, leaves, tuple(axes), treedef)
-    rows = _rows(fn, size, f"axis {axis} of {name}", k, microbatch_size, remainder)
-    return Split(rows, size // rows, size % rows, False, leaves, tuple(axes), treedef)
+    return Batch(
+        leaves=tuple(x for _, x in with_path),
+        axes=tuple(axes),
+        treedef=treedef,
+        stacked=stacked,
+        size=size,
+        microbatch_rows=per_microbatch[0][2] if per_microbatch else 1,
+        where=f"axis {axis} of {name}",
+    )
+
+
+def split_batch(
+    fn: str, batch: Batch, *, k: int | None, microbatch_size: int | None, remainder: str
+) -> Split:
+    """Decides which rows run together.
+
+    Raises:
+      ValueError: when traced: the batch cannot be cut as asked.
+    """
+    if batch.stacked:
+        return Split(batch.microbatch_rows, batch.size, 0, batch)
+    rows = _rows(fn, batch.size, batch.where, k, microbatch_size, remainder)
+    return Split(rows, batch.size // rows, batch.size % rows, batch)
 
 
 def _check_same(fn: str, found: list[tuple[str, int, int]]) -> None:

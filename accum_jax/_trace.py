@@ -118,18 +118,22 @@ def compile_once(
     return call
 
 
-def stage(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:
-    """Traces `function` once.
+class Staged:
+    """A function traced once on arguments of some types, to be run on others of the same types.
 
-    Returns a function that runs what was traced on arguments of the same types, and the structure
-    of the result with a `jax.ShapeDtypeStruct` for each array or number; other leaves as they are.
+    Attributes:
+      struct: the structure of the result, with a `jax.ShapeDtypeStruct` for each array or number;
+        other leaves as they are.
+      constants: the arrays that the function closes over.
     """
-    closed, struct = jax.make_jaxpr(
-        lambda *args: hide(numbers_to_arrays(function(*show(args)))), return_shape=True
-    )(*hide(args))
-    run, treedef = jaxpr_as_fun(closed), jax.tree.structure(struct)
 
-    def staged(*args):
-        return show(jax.tree.unflatten(treedef, run(*jax.tree.leaves(hide(args)))))
+    def __init__(self, function: Callable[..., Any], *args: Any):
+        closed, struct = jax.make_jaxpr(
+            lambda *args: hide(numbers_to_arrays(function(*show(args)))), return_shape=True
+        )(*hide(args))
+        self._run, self._treedef = jaxpr_as_fun(closed), jax.tree.structure(struct)
+        self.constants: list[Any] = closed.consts
+        self.struct: Any = show(struct)
 
-    return staged, show(struct)
+    def __call__(self, *args: Any) -> Any:
+        return show(jax.tree.unflatten(self._treedef, self._run(*jax.tree.leaves(hide(args)))))

@@ -26,9 +26,9 @@ from ._reduce import (
     wide_dtype,
 )
 from ._sharding import DataAxes, match
-from ._split import is_array, split_batch
+from ._split import Batch, find_rows, is_array, split_batch
 from ._stats import AccumulationStats, Squares, find_gradient, is_inexact, norms, square_norm
-from ._trace import SCALARS, is_key, numbers_to_arrays, stage, surrounding_trace
+from ._trace import SCALARS, is_key, Staged, numbers_to_arrays, surrounding_trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +111,14 @@ def run_window(
     return loop.treedef.unflatten(results), gradient, stats
 
 
+def find_batch(options: Options, args: tuple[Any, ...]) -> Batch:
+    """The batch arguments of a call."""
+    at = positions(options.batch_argnums, len(args))
+    names = [options.arguments.name(position) for position in at]
+    batch = tuple(args[position] for position in at)
+    return find_rows(options.fn, names, batch, options.batch_axes, options.stacked)
+
+
 class _Loop:
     """One call: the arguments by role, the traced microbatch, and what becomes of its output."""
 
@@ -143,21 +151,17 @@ class _Loop:
             _check_keys(fn, names.name(position), args[position])
         self.split = split_batch(
             fn,
-            [names.name(position) for position in self.batch_at],
-            tuple(args[position] for position in self.batch_at),
-            options.batch_axes,
+            find_batch(options, args),
             k=options.k,
             microbatch_size=options.microbatch_size,
-            stacked=options.stacked,
             remainder=options.remainder,
         )
         self.states = [axes.vary(numbers_to_arrays(args[position])) for position in self.thread_at]
         self.inputs = _Inputs(fn, names, gradient, args)
 
         blocks, first = self.split.blocks(), axes.vary(jnp.zeros((), jnp.int32))
-        self.microbatch, (struct, weight) = self._stage(
-            lambda index: self.split.take(blocks, index), first
-        )
+        self.microbatch = self._stage(lambda index: self.split.take(blocks, index), first)
+        struct, weight = self.microbatch.struct
         self.weight_dtype = jnp.float32 if weight is None else weight.dtype
         self.window = Window(self.split, axes, options.accumulator_dtype, options.output_dtype)
         if gradient is not None:
@@ -168,7 +172,7 @@ class _Loop:
         self._make_parts(reduce, struct)
         if self.split.num_rows > self.split.rows and not self.split.stacked:
             whole = self.split.whole()
-            self._check_no_rows(lambda: self._stage(lambda index: whole, first)[1][0])
+            self._check_no_rows(lambda: self._stage(lambda index: whole, first).struct[0])
         self.gradient_part = None
         if gradient is not None:
             structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.inputs.arrays]
@@ -178,7 +182,7 @@ class _Loop:
         if options.stats == "norms":
             self.norms = _Norms(self, struct)
 
-    def _stage(self, take: Callable[[Any], Any], index: Any) -> tuple[Callable[..., Any], Any]:
+    def _stage(self, take: Callable[[Any], Any], index: Any) -> Staged:
         """Traces the function on the microbatch that `take(index)` gives, with its weight."""
 
         def call(arrays, index, states):
@@ -194,7 +198,7 @@ class _Loop:
             output = self.function(*full, **self.kwargs)
             return output, self._weight(batch, output)
 
-        return stage(call, self.inputs.arrays, index, self.states)
+        return Staged(call, self.inputs.arrays, index, self.states)
 
     def _fold_in(self, keys: Any, index: Any) -> Any:
         """Every key of a pytree for one microbatch on this device; arrays of keys one by one."""
@@ -293,7 +297,10 @@ class _Loop:
         self.accumulators = None
         sums = [] if self.gradient_part is None else self.gradient_part.init()
         if self._use_in_place():
-            self.accumulators = _in_place.new_accumulators(match(sums, self.inputs.arrays))
+            scale = self.gradient.loss_scale if self.gradient is not None else None
+            read = (self.args, self.kwargs, self.microbatch.constants, scale, real)
+            zeros = match(sums, self.inputs.arrays)
+            self.accumulators = _in_place.new_accumulators(zeros, jax.tree.leaves(read))
             sums = []
         carry = (counts, [part.init() for part in self.parts], sums)
         if real is not None:
@@ -321,7 +328,7 @@ class _Loop:
     def _run_tail(self, real: Any, carry: Any) -> Any:
         split, batch = self.split, self.split.take_tail()
         index = self.axes.vary(jnp.full((), split.num_full, jnp.int32))
-        microbatch, _ = self._stage(lambda index: batch, index)
+        microbatch = self._stage(lambda index: batch, index)
 
         def run(carry):
             return self._run_one(microbatch, split.tail, True, index, carry)
@@ -331,7 +338,7 @@ class _Loop:
         return lax.cond(real > split.num_full, run, lambda carry: carry, carry)
 
     def _run_one(
-        self, staged: Callable[..., Any], rows: int, is_tail: bool, index: Any, carry: Any
+        self, staged: Staged, rows: int, is_tail: bool, index: Any, carry: Any
     ) -> Any:
         """Runs one microbatch and adds it to the carry."""
         counts, carries, sums = carry
@@ -445,7 +452,7 @@ class _Loop:
             return True
         return not (reasons or options.stats)
 
-    def _differentiate(self, staged: Callable[..., Any], index: Any, states: Any) -> Any:
+    def _differentiate(self, staged: Staged, index: Any, states: Any) -> Any:
         """Output and weight of a microbatch, and the function from cotangent to gradient."""
         assert self.gradient is not None
         has_aux = self.gradient.has_aux
