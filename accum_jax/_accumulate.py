@@ -32,6 +32,9 @@ def accumulate(
     num_real_microbatches: Any = None,
     stats: Literal["counts", "norms"] | None = None,
     axis_name: Any = None,
+    mesh: Any = None,
+    data_axes: Any = "data",
+    arg_specs: dict[int, Any] | None = None,
 ) -> Callable[..., Any]:
     """Makes a function of a batch run as `k` microbatches in one loop.
 
@@ -138,6 +141,9 @@ def accumulate(
         num_real_microbatches=num_real_microbatches,
         stats=stats,
         axis_name=axis_name,
+        mesh=mesh,
+        data_axes=data_axes,
+        arg_specs=arg_specs,
     )
     threads = check_reduce("accumulate", "reduce", reduce)
     options.arguments.roles(options.roles(threads))
@@ -174,6 +180,9 @@ def value_and_grad(
     num_real_microbatches: Any = None,
     stats: Literal["counts", "norms"] | None = None,
     axis_name: Any = None,
+    mesh: Any = None,
+    data_axes: Any = "data",
+    arg_specs: dict[int, Any] | None = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` run as `k` microbatches in one loop, added up in place.
 
@@ -270,6 +279,9 @@ def value_and_grad(
         num_real_microbatches=num_real_microbatches,
         stats=stats,
         axis_name=axis_name,
+        mesh=mesh,
+        data_axes=data_axes,
+        arg_specs=arg_specs,
     )
 
     def with_value(args, kwargs):
@@ -300,6 +312,9 @@ class LossKeywords(TypedDict, total=False):
     num_real_microbatches: Any
     stats: Literal["counts", "norms"] | None
     axis_name: Any
+    mesh: Any
+    data_axes: Any
+    arg_specs: dict[int, Any] | None
 
 
 class Keywords(LossKeywords, total=False):

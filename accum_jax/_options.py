@@ -19,6 +19,7 @@ from ._errors import (
     check_int,
 )
 from ._reduce import Thread
+from ._sharding import check_arg_specs, check_mesh
 from ._split import check_batch_axes
 
 
@@ -46,7 +47,10 @@ class Options:
     nonfinite: str
     num_real_microbatches: Any
     stats: str | None
-    axis_names: tuple[Any, ...]
+    axis_names: tuple[Any, ...]  # mapped by the caller
+    mesh: Any
+    data_axes: tuple[Any, ...]  # of the mesh
+    arg_specs: dict[int, Any]
 
     @classmethod
     def check(
@@ -69,6 +73,9 @@ class Options:
         num_real_microbatches: Any = None,
         stats: Any = None,
         axis_name: Any = None,
+        mesh: Any = None,
+        data_axes: Any = "data",
+        arg_specs: Any = None,
     ) -> Options:
         check_callable(fn, "grad_fn" if fn == "accumulate" else "loss_fn", function)
         check_choice(fn, "stacked", stacked, (False, True))
@@ -103,6 +110,7 @@ class Options:
         if output_dtype is not None and not is_text(output_dtype, "accumulator"):
             output_dtype = check_inexact_dtype(fn, "output_dtype", output_dtype)
         _check_num_real(fn, num_real_microbatches)
+        data_axes = check_mesh(fn, mesh, data_axes, axis_name)
         return cls(
             fn=fn,
             arguments=Arguments(fn, function),
@@ -121,6 +129,9 @@ class Options:
             num_real_microbatches=num_real_microbatches,
             stats=stats,
             axis_names=check_axis_names(fn, "axis_name", axis_name),
+            mesh=mesh,
+            data_axes=data_axes,
+            arg_specs=check_arg_specs(fn, arg_specs, mesh, data_axes),
         )
 
     def roles(self, threads: list[Thread]) -> dict[str, tuple[int, ...]]:

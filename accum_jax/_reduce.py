@@ -106,6 +106,7 @@ class LeafReducer:
     """Reduces one array of the output; `leaf` is its shape and dtype on a full microbatch."""
 
     averages = False  # one non-finite value spoils the result
+    spec: Any = None  # how the leaf is sharded, where it is the gradient of an argument
     mixes_rows = True  # wrong for a leaf that holds rows
 
     def __init__(self, name: str, leaf: jax.ShapeDtypeStruct, window: Window):
@@ -144,21 +145,21 @@ class _Sum(LeafReducer):
 
     def init(self):
         dtype = wide_dtype(self.leaf.dtype, self.window.accumulator_dtype)
-        return jnp.zeros(self.leaf.shape, dtype)
+        return self.window.axes.constrain(jnp.zeros(self.leaf.shape, dtype), self.spec)
 
     def update(self, carry, x, microbatch):
         x = x.astype(carry.dtype)
         if self.name == "mean":
             x = scale(x, microbatch.share if microbatch.weight is None else microbatch.weight)
-        return select(microbatch.kept, carry + x, carry)
+        return self.window.axes.constrain(select(microbatch.kept, carry + x, carry), self.spec)
 
     def merge(self, carry):
-        return self.window.axes.sum(carry)
+        return self.window.axes.sum(carry, self.spec)
 
     def finalize(self, carry, totals):
-        if self.name == "sum":
-            return carry
-        return divide(carry, totals.scaled if self.name == "mean" else totals.weight)
+        if self.name != "sum":
+            carry = divide(carry, totals.scaled if self.name == "mean" else totals.weight)
+        return self.window.axes.constrain(carry, self.spec)
 
 
 class _Extreme(LeafReducer):
@@ -474,6 +475,14 @@ class Part:
             return result
         each = zip(self.leafwise, self.arrays(result), strict=True)
         return self._fill([self.window.cast(x, reducer.leaf.dtype) for reducer, x in each])
+
+    def by_leaf(self) -> list[LeafReducer | None]:
+        """The reducer of every leaf of `struct`; None where it is not reduced by itself."""
+        reducers = iter(self.leafwise)
+        return [
+            next(reducers, None) if isinstance(leaf, jax.ShapeDtypeStruct) else None
+            for leaf in jax.tree.leaves(self.struct)
+        ]
 
     def arrays(self, value: Any) -> list[Any]:
         """The leaves of `value` where `struct` has arrays."""

@@ -76,24 +76,20 @@ def square_norm(tree: Any) -> jax.Array:
     return sum(squares, jnp.zeros((), jnp.float32))
 
 
-def norms(squares: Squares, mean_gradient: Any) -> tuple[jax.Array, jax.Array]:
-    """`mean_microbatch_square_norm` and `noise_scale`."""
+def norms(squares: Squares, whole: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`mean_microbatch_square_norm` and `noise_scale`; `whole` is |G|² of the mean gradient."""
     micro = squares.square_norm / jnp.maximum(squares.count, 1)
     rows_micro = squares.inverse_rows / jnp.maximum(squares.count, 1)
     rows_all = squares.square_weight / jnp.where(squares.weight == 0, 1, squares.weight) ** 2
-    whole = square_norm(mean_gradient)
     trace = (micro - whole) / (rows_micro - rows_all)
     noise_scale = trace / (whole - rows_all * trace)
     return micro, jnp.where(squares.count > 1, noise_scale, jnp.nan)
 
 
-def find_gradient(fn: str, name: str, params: Any, output: Any) -> list[int]:
-    """Which leaves of `output` are the gradient: the part with `params`' structure and shapes.
+def parts_like(params: Any, output: Any) -> list[tuple[str, list[int]]]:
+    """The parts of `output` with the structure and shapes of `params`: path and leaf numbers.
 
     Only float and complex leaves are compared, so a gradient may have None or float0 elsewhere.
-
-    Raises:
-      ValueError: when traced: no part fits, or several do.
     """
     wanted = [(path, x.shape) for path, x in tree_leaves_with_path(params) if is_inexact(x)]
     parts: dict[Any, list[tuple[int, Any]]] = {}
@@ -102,19 +98,26 @@ def find_gradient(fn: str, name: str, params: Any, output: Any) -> list[int]:
             for depth in range(len(path) + 1):
                 part = parts.setdefault(path[:depth], [])
                 part.append((number, (path[depth:], x.shape)))
-    found = [
-        (path, [number for number, _ in part])
+    return [
+        (leaf_name("output", path), [number for number, _ in part])
         for path, part in parts.items()
         if [leaf for _, leaf in part] == wanted
     ]
+
+
+def find_gradient(fn: str, option: str, name: str, params: Any, output: Any) -> list[int]:
+    """Which leaves of `output` are the gradient of `params`.
+
+    Raises:
+      ValueError: when traced: no part fits, or several do.
+    """
+    found = parts_like(params, output)
     if len(found) != 1:
-        fits = "no part fits"
-        if found:
-            fits = "several fit: " + ", ".join(leaf_name("output", path) for path, _ in found)
+        fits = f"several fit: {', '.join(path for path, _ in found)}" if found else "no part fits"
         raise ValueError(
-            f'{fn}: stats="norms" needs the one part of the output with the structure and shapes '
-            f"of {name}, the gradient, but {fits}. Use accum_jax.value_and_grad, which knows it, "
-            'or stats="counts".'
+            f"{fn}: {option} needs the one part of the output with the structure and shapes of "
+            f"{name}, the gradient, but {fits}. Use accum_jax.value_and_grad, which knows it, or "
+            "leave it out."
         )
     return found[0][1]
 

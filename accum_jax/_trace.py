@@ -50,7 +50,12 @@ def is_hidden(x: Any) -> bool:
 
 def hide(tree: Any) -> Any:
     """Makes the leaves that are no arrays part of the structure."""
-    return jax.tree.map(lambda x: x if is_array(x) and not _is_float0(x) else _Hidden(x), tree)
+    return jax.tree.map(lambda x: x if is_traced(x) else _Hidden(x), tree)
+
+
+def is_traced(x: Any) -> bool:
+    """Whether a leaf is handed over as an array."""
+    return is_array(x) and not _is_float0(x)
 
 
 def show(tree: Any) -> Any:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from . import _in_place
 from ._errors import broadcast_prefix, check_dtype_enabled, leaf_name, positions
@@ -25,10 +26,27 @@ from ._reduce import (
     select,
     wide_dtype,
 )
-from ._sharding import DataAxes, match
+from ._sharding import DataAxes, is_spec, keep_axes, match, spec_axes
 from ._split import Batch, find_rows, is_array, split_batch
-from ._stats import AccumulationStats, Squares, find_gradient, is_inexact, norms, square_norm
-from ._trace import SCALARS, is_key, Staged, numbers_to_arrays, surrounding_trace
+from ._stats import (
+    AccumulationStats,
+    Squares,
+    find_gradient,
+    is_inexact,
+    norms,
+    parts_like,
+    square_norm,
+)
+from ._trace import (
+    SCALARS,
+    Staged,
+    hide,
+    is_key,
+    is_traced,
+    numbers_to_arrays,
+    show,
+    surrounding_trace,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +123,116 @@ def run_window(
     Raises:
       TypeError, ValueError: when traced, for all that `accumulate` names.
     """
+    if options.mesh is not None:
+        return _run_mapped(options, reduce, function, gradient, args, kwargs)
     axes = DataAxes(options.axis_names)
     loop = _Loop(options, reduce, function, gradient, axes, args, kwargs)
-    results, gradient, stats = loop.run()
-    return loop.treedef.unflatten(results), gradient, stats
+    results, gradients, stats = loop.run()
+    return loop.output(results), loop.gradients(gradients), stats
+
+
+def _run_mapped(
+    options: Options,
+    reduce: Any,
+    function: Callable[..., Any],
+    gradient: Gradient | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, Any, AccumulationStats | None]:
+    """The same on every device of the data axes, with its own rows; other axes stay automatic."""
+    axes, mesh = DataAxes(options.data_axes), options.mesh
+    batch = find_batch(options, args)
+    axes.check_divides(options.fn, batch, mesh)
+    at = positions(options.batch_argnums, len(args))
+    specs = [jax.tree.map(lambda x: PartitionSpec(), arg) for arg in args]
+    for position, leaf_specs in _leaf_specs(options, args).items():
+        kept = [keep_axes(spec, axes.names) for spec in leaf_specs]
+        specs[position] = jax.tree.unflatten(jax.tree.structure(args[position]), kept)
+    batch_specs = jax.tree.unflatten(batch.treedef, axes.batch_specs(batch))
+    for position, spec in zip(at, batch_specs, strict=True):
+        specs[position] = spec
+    whole = (kwargs, options.num_real_microbatches, gradient and gradient.loss_scale)
+    arrays, treedef = jax.tree.flatten(hide((args, whole)))
+    each = zip(jax.tree.leaves(args), jax.tree.leaves(specs), strict=True)
+    in_specs = [spec for x, spec in each if is_traced(x)]
+    in_specs += [PartitionSpec()] * (len(arrays) - len(in_specs))
+    out_specs = [
+        PartitionSpec(axes.names) if reducer == "concat" else PartitionSpec()
+        for reducer in jax.tree.leaves(reduce, is_leaf=is_reducer)
+    ]
+    if gradient is None:
+        _shard_output(options, reduce, function, args, kwargs, axes, out_specs)
+    loops = []
+
+    def run(arrays):
+        args, (kwargs, real, loss_scale) = show(jax.tree.unflatten(treedef, arrays))
+        inner = dataclasses.replace(options, num_real_microbatches=real)
+        scaled = gradient and dataclasses.replace(gradient, loss_scale=loss_scale)
+        loops.append(_Loop(inner, reduce, function, scaled, axes, args, kwargs))
+        return hide(loops[-1].run())
+
+    gradient_specs: Any = PartitionSpec()
+    if gradient is not None:
+        inputs = _Inputs(options, gradient, args)
+        gradient_specs = [keep_axes(spec, axes.names) for spec in inputs.specs]
+    mapped = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(in_specs,),
+        out_specs=(out_specs, gradient_specs, PartitionSpec()),
+        axis_names=set(axes.names),
+    )
+    results, gradients, stats = show(mapped(axes.arrange(arrays, in_specs, mesh)))
+    return loops[-1].output(results), loops[-1].gradients(gradients), stats
+
+
+def _shard_output(
+    options: Options,
+    reduce: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    axes: DataAxes,
+    out_specs: list[Any],
+) -> None:
+    """Gives the gradient in an output the specs of argument 0, as far as data axes shard it."""
+    specs = [keep_axes(spec, axes.names) for spec in _leaf_specs(options, args).get(0, [])]
+    if not any(map(spec_axes, specs)):
+        return
+    struct = show(jax.eval_shape(lambda: hide(numbers_to_arrays(function(*args, **kwargs)))))
+    name = options.arguments.name(0)
+    option = "arg_specs with a data axis"
+    numbers = find_gradient(options.fn, option, name, args[0], struct)
+    each = zip(jax.tree.leaves(args[0]), specs, strict=True)
+    by_leaf = dict(zip(numbers, [spec for x, spec in each if is_inexact(x)], strict=True))
+    _, parts, _ = broadcast_prefix(options.fn, "reduce", reduce, struct, is_reducer, "the output")
+    counted = iter(range(len(jax.tree.leaves(struct))))
+    for number, part in enumerate(parts):
+        leaf_numbers = [next(counted) for _ in jax.tree.leaves(part)]
+        if any(leaf in by_leaf for leaf in leaf_numbers):
+            leaves = [by_leaf.get(leaf, PartitionSpec()) for leaf in leaf_numbers]
+            tree = jax.tree.unflatten(jax.tree.structure(part), leaves)
+            out_specs[number] = jax.tree.map(
+                lambda x, spec: spec if isinstance(x, jax.ShapeDtypeStruct) else hide(x), part, tree
+            )
+
+
+def _leaf_specs(options: Options, args: tuple[Any, ...]) -> dict[int, list[Any]]:
+    """The PartitionSpec of every leaf of the arguments in `arg_specs`."""
+    specs = {}
+    for argnum, prefix in options.arg_specs.items():
+        if argnum >= len(args):
+            raise ValueError(
+                f"{options.fn}: arg_specs has argument {argnum}, but the call gave {len(args)} "
+                "positional arguments."
+            )
+        name = options.arguments.name(argnum)
+        leaves, subtrees, _ = broadcast_prefix(
+            options.fn, f"arg_specs[{argnum}]", prefix, args[argnum], is_spec, f"argument {name}"
+        )
+        each = zip(leaves, subtrees, strict=True)
+        specs[argnum] = [spec for spec, tree in each for _ in jax.tree.leaves(tree)]
+    return specs
 
 
 def find_batch(options: Options, args: tuple[Any, ...]) -> Batch:
@@ -134,6 +258,11 @@ class _Loop:
     ):
         fn, names = options.fn, options.arguments
         self.axes, args, kwargs = axes, axes.vary(args), axes.vary(kwargs)
+        for position, specs in _leaf_specs(options, args).items():
+            leaves, treedef = jax.tree.flatten(args[position])
+            leaves = [axes.gather(x, spec) for x, spec in zip(leaves, specs, strict=True)]
+            gathered = jax.tree.unflatten(treedef, leaves)
+            args = (*args[:position], gathered, *args[position + 1 :])
         threads = check_reduce(fn, "reduce", reduce)
         roles = options.roles(threads)
         if gradient is not None:
@@ -151,13 +280,13 @@ class _Loop:
             _check_keys(fn, names.name(position), args[position])
         self.split = split_batch(
             fn,
-            find_batch(options, args),
+            axes.on_each(find_batch(options, args)),
             k=options.k,
             microbatch_size=options.microbatch_size,
             remainder=options.remainder,
         )
         self.states = [axes.vary(numbers_to_arrays(args[position])) for position in self.thread_at]
-        self.inputs = _Inputs(fn, names, gradient, args)
+        self.inputs = _Inputs(options, gradient, args)
 
         blocks, first = self.split.blocks(), axes.vary(jnp.zeros((), jnp.int32))
         self.microbatch = self._stage(lambda index: self.split.take(blocks, index), first)
@@ -174,10 +303,14 @@ class _Loop:
             whole = self.split.whole()
             self._check_no_rows(lambda: self._stage(lambda index: whole, first).struct[0])
         self.gradient_part = None
+        if gradient is None and 0 in options.arg_specs:
+            self._shard_gradient(struct)
         if gradient is not None:
             structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.inputs.arrays]
             window = self.window._replace(output_dtype=gradient.output_dtype)
             self.gradient_part = Part(fn, "gradient", gradient.reduction, structs, window)
+            for reducer, spec in zip(self.gradient_part.leafwise, self.inputs.specs, strict=True):
+                reducer.spec = spec
         self.norms = None
         if options.stats == "norms":
             self.norms = _Norms(self, struct)
@@ -247,6 +380,17 @@ class _Loop:
             if self.parts[-1].is_thread:
                 self.parts[-1].start_from(fn, next(states))
 
+    def _shard_gradient(self, struct: Any) -> None:
+        """Gives the gradient in the output, where there is one, the specs of argument 0."""
+        specs = _leaf_specs(self.options, self.args)[0]
+        each = zip(jax.tree.leaves(self.args[0]), specs, strict=True)
+        specs = [spec for x, spec in each if is_inexact(x)]
+        reducers = [r for part in self.parts for r in part.by_leaf()]
+        for _, numbers in parts_like(self.args[0], struct)[:1]:
+            for number, spec in zip(numbers, specs, strict=True):
+                if reducers[number] is not None:
+                    reducers[number].spec = spec
+
     def _check_no_rows(self, whole: Callable[[], Any]) -> None:
         """Refuses to add rows of different examples to one another.
 
@@ -310,7 +454,7 @@ class _Loop:
         def body(index, carry):
             return self._run_one(self.microbatch, split.rows, False, index, carry)
 
-        carry = self.axes.settle(body, zero, self.axes.vary(carry))
+        carry = self.axes.settle(body, zero, self.axes.vary(carry), self.args)
         if real is None:
             indices = jnp.arange(split.num_full, dtype=jnp.int32)
             carry, _ = lax.scan(lambda carry, index: (body(index, carry), None), carry, indices)
@@ -337,9 +481,7 @@ class _Loop:
             return run(carry)
         return lax.cond(real > split.num_full, run, lambda carry: carry, carry)
 
-    def _run_one(
-        self, staged: Staged, rows: int, is_tail: bool, index: Any, carry: Any
-    ) -> Any:
+    def _run_one(self, staged: Staged, rows: int, is_tail: bool, index: Any, carry: Any) -> Any:
         """Runs one microbatch and adds it to the carry."""
         counts, carries, sums = carry
         states = [c for part, c in zip(self.parts, carries, strict=True) if part.is_thread]
@@ -407,7 +549,7 @@ class _Loop:
         gradient = wide_gradient = None
         if self.gradient_part is not None:
             wide_gradient = self.gradient_part.finalize(sums, totals)
-            gradient = self.inputs.trees(self.gradient_part.cast(wide_gradient))
+            gradient = self.gradient_part.cast(wide_gradient)
         if self.options.stats is None:
             return output, gradient, None
         stats = AccumulationStats(
@@ -419,6 +561,14 @@ class _Loop:
         if self.norms is not None:
             stats = self.norms.finish(stats, counts.squares, results, wide_gradient, rows)
         return output, gradient, stats
+
+    def output(self, results: list[Any]) -> Any:
+        """The function's output, of what `run` returned."""
+        return self.treedef.unflatten(results)
+
+    def gradients(self, gradients: Any) -> Any:
+        """The gradient of each differentiated argument, of what `run` returned."""
+        return gradients if gradients is None else self.inputs.trees(gradients)
 
     # --- the gradient, where the loss is known ---------------------------------------------------
 
@@ -495,14 +645,17 @@ class _Inputs:
       TypeError: when traced: a leaf that cannot be differentiated.
     """
 
-    def __init__(self, fn: str, names: Any, gradient: Gradient | None, args: tuple[Any, ...]):
+    def __init__(self, options: Options, gradient: Gradient | None, args: tuple[Any, ...]):
+        fn, names = options.fn, options.arguments
         self.arrays: list[jax.Array] = []
+        self.specs: list[Any] = []  # beside the arrays
         self.at: tuple[int, ...] = ()
         if gradient is None:
             return
         self.at = positions(gradient.argnums, len(args))
         self.given = [args[position] for position in self.at]
         self.wanted = []
+        specs = _leaf_specs(options, args)
         for number, (position, tree) in enumerate(zip(self.at, self.given, strict=True)):
             for index, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
                 if gradient.leaves is not None and not gradient.leaves[number][index]:
@@ -512,6 +665,7 @@ class _Inputs:
                 self.wanted.append(_is_differentiable(fn, name, x, gradient.allow_int))
                 if self.wanted[-1]:
                     self.arrays += numbers_to_arrays([x])
+                    self.specs.append(specs[position][index] if position in specs else None)
 
     def _rebuild(self, arrays: list[Any], other: Callable[[Any], Any]) -> list[Any]:
         wanted, remaining = iter(self.wanted), iter(arrays)
@@ -533,12 +687,15 @@ class _Norms:
 
     def __init__(self, loop: _Loop, struct: Any):
         fn, self.parts, self.numbers = loop.options.fn, loop.parts, None
+        self.axes = loop.axes
         if loop.gradient is not None:
+            assert loop.gradient_part is not None
             self.reducer, self.loss_scale = loop.gradient.reduction, loop.gradient.loss_scale
+            self.reducers = loop.gradient_part.leafwise
             return
         self.loss_scale = None
         name = loop.options.arguments.name(0)
-        self.numbers = find_gradient(fn, name, loop.args[0], struct)
+        self.numbers = find_gradient(fn, 'stats="norms"', name, loop.args[0], struct)
         owners = [part for part in self.parts for _ in jax.tree.leaves(part.struct)]
         reducers = {owners[number].reducer for number in self.numbers}
         if len(reducers) > 1 or not all(owners[number].averages for number in self.numbers):
@@ -548,6 +705,8 @@ class _Norms:
                 'stats="counts".'
             )
         (self.reducer,) = reducers
+        by_leaf = [r for part in self.parts for r in part.by_leaf()]
+        self.reducers = [by_leaf[number] for number in self.numbers]
 
     def _pick(self, leaves: list[Any], gradient: list[Any]) -> list[Any]:
         """The gradient, unscaled."""
@@ -581,11 +740,19 @@ class _Norms:
         picked = self._pick(leaves, gradient)
         # "mean" and "sum_over_weight" are means by now; a sum is one over all rows
         mean = self._mean(picked, None, rows) if self.reducer == "sum" else picked
-        square, noise_scale = norms(squares, mean)
+        square, noise_scale = norms(squares, self._square_norm(mean))
         return stats._replace(
-            global_norm=jnp.sqrt(square_norm(picked)),
+            global_norm=jnp.sqrt(self._square_norm(picked)),
             mean_microbatch_square_norm=square,
             noise_scale=noise_scale,
+        )
+
+    def _square_norm(self, gradient: list[Any]) -> jax.Array:
+        """Of the whole gradient, where devices hold shards of it."""
+        each = zip(gradient, self.reducers, strict=True)
+        return sum(
+            (self.axes.sum_shards(square_norm(x), reducer.spec) for x, reducer in each),
+            jnp.zeros((), jnp.float32),
         )
 
 

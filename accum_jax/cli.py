@@ -53,23 +53,28 @@ def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--json", action="store_true", help="print JSON and nothing else")
 
-    summary = "train a small Flax model whole-batch, accumulated and with optax.MultiSteps"
+    summary = "train a small Flax model whole-batch, accumulated and with one call a microbatch"
     demo = commands.add_parser("demo", parents=[shared], help=summary, description=summary)
     demo.add_argument(
         "--model",
-        choices=["digits"],
+        choices=["digits", "chars"],
         default="digits",
-        help="digits: handwritten digits, a CNN (default: %(default)s)",
+        help="digits: handwritten digits, a CNN; chars: Python's own source, a transformer, "
+        "documents of different lengths (default: %(default)s)",
     )
     demo.add_argument(
         "--api", choices=["linen"], default="linen", help="Flax's API (default: %(default)s)"
     )
     demo.add_argument(
+        "--size",
+        choices=["small", "medium", "large"],
+        help="of the transformer: about 1, 11 or 86 million parameters (default: small)",
+    )
+    demo.add_argument(
         "--steps",
         type=_positive_int,
-        default=200,
         metavar="N",
-        help="optimizer updates (default: %(default)s)",
+        help="optimizer updates (default: 200 for digits, 100 for chars)",
     )
     demo.add_argument(
         "--out", type=_png_path, metavar="FILE.png", help="write loss curves and memory here"
@@ -84,16 +89,20 @@ def _demo(arguments: argparse.Namespace) -> int:
 
     from accum_jax._demo import show, tasks, training
 
-    task = tasks.TASKS[arguments.model, arguments.api]()
+    if arguments.size is not None and arguments.model != "chars":
+        raise _UsageError(f"--size is for --model chars, got --model {arguments.model}")
+    options = {} if arguments.size is None else {"size": arguments.size}
+    task = tasks.TASKS[arguments.model, arguments.api](**options)
+    steps = arguments.steps or task.steps
     runs = []
     with show.progress() as progress:
-        for name in training.WAYS:
-            bar = progress.add_task(name, total=arguments.steps, loss=float("nan"))
+        for name in task.ways:
+            bar = progress.add_task(name, total=steps, loss=float("nan"))
 
             def advance(loss: float, bar=bar) -> None:
                 progress.update(bar, advance=1, loss=loss)
 
-            runs.append(training.train(task, name, arguments.steps, advance))
+            runs.append(training.train(task, name, steps, advance))
     if arguments.out is not None:
         show.save_plot(runs, arguments.out)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from rich import box
@@ -12,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from accum_jax._demo.tasks import Task
-from accum_jax._demo.training import Run, largest_difference
+from accum_jax._demo.task import Task
+from accum_jax._demo.training import Run, largest_difference, relative_error
 
 # Okabe and Ito's colours, told apart by colour-blind readers too. The curves lie on each other:
 # the first is broad and pale, the others are dashes on top of it.
@@ -21,6 +22,7 @@ _STYLES = (
     {"color": "#56B4E9", "linewidth": 6, "alpha": 0.55},
     {"color": "#D55E00", "linewidth": 1.8, "linestyle": (0, (6, 6))},
     {"color": "#222222", "linewidth": 1.8, "linestyle": (6, (6, 6))},
+    {"color": "#009E73", "linewidth": 1.8, "linestyle": ":"},
 )
 
 
@@ -42,10 +44,12 @@ def to_dict(task: Task, runs: list[Run]) -> dict[str, Any]:
         "effective_batch": task.effective_batch,
         "microbatch_size": task.microbatch_size,
         "k": task.k,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(runs[0].params)),
         "ways": [
             {
                 "name": run.name,
                 "test_accuracy": run.test_accuracy,
+                "first_update_error": relative_error(run.first_change, runs[0].first_change),
                 "largest_parameter_difference": largest_difference(run.params, runs[0].params),
                 "temp_bytes": run.temp_bytes,
                 "median_update_ms": run.update_ms,
@@ -71,6 +75,7 @@ def table(comparison: dict[str, Any]) -> Table:
     result.add_column("way", no_wrap=True)
     for heading in (
         "test accuracy",
+        "first update off by",
         "largest parameter difference",
         "temporary memory",
         "median update",
@@ -81,6 +86,7 @@ def table(comparison: dict[str, Any]) -> Table:
         result.add_row(
             way["name"],
             f"{way['test_accuracy']:.2%}",
+            f"{way['first_update_error']:.1e}",
             f"{way['largest_parameter_difference']:.1e}",
             f"{way['temp_bytes'] / 1e6:.2f} MB",
             f"{way['median_update_ms']:.1f} ms",
@@ -93,7 +99,7 @@ def save_plot(runs: list[Run], path: Path) -> None:
     """Writes a PNG: the loss curves over each other, and a bar of temporary memory for each."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     curves, bars = figure.subplots(1, 2, width_ratios=(2, 1))
-    for run, style in zip(runs, _STYLES, strict=True):
+    for run, style in zip(runs, _STYLES, strict=False):
         curves.plot(range(1, len(run.losses) + 1), run.losses, label=run.name, **style)
     curves.set(
         title="Loss of each effective batch", xlabel="optimizer update", ylabel="loss", yscale="log"
@@ -105,8 +111,10 @@ def save_plot(runs: list[Run], path: Path) -> None:
     curves.grid(alpha=0.25)
 
     heights = [run.temp_bytes / 1e6 for run in runs]
-    names = [run.name.replace(".", ".\n") for run in runs]
-    drawn = bars.bar(names, heights, color=[style["color"] for style in _STYLES], width=0.6)
+    names = [run.name.replace(".", ".\n").replace("_and_", "\n_and_") for run in runs]
+    drawn = bars.bar(
+        names, heights, color=[style["color"] for style in _STYLES[: len(runs)]], width=0.6
+    )
     bars.bar_label(drawn, fmt="%.2f", padding=2)
     bars.set(title="Temporary memory of one update", ylabel="MB")
     bars.margins(y=0.12)
