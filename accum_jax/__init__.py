@@ -1,9 +1,32 @@
-"""Gradient accumulation for JAX and Optax."""
+"""Gradient accumulation for JAX, Optax and Flax that equals the whole batch.
+
+Functions of a batch, run as microbatches in one loop:
+  `accumulate`        any function of a batch, such as `jax.grad` returns
+  `value_and_grad`    in place of `jax.value_and_grad`, with the least memory
+  `grad`              in place of `jax.grad`
+  `accumulated_loss`  a loss that others differentiate: line searches, `equinox.filter_grad`
+  `thread`            the reducer for state that moves from microbatch to microbatch
+
+Optimizers, for loops that see one microbatch a call, and for float16:
+  `multi_steps`, `has_updated`, `from_optax_multi_steps`, `microstep_schedule`
+  `dynamic_loss_scale`, `static_loss_scale`, `loss_scale`
+  `telemetry`         counters of a nested optimizer state, for a log
+"""
 
 from ._accumulate import accumulate as accumulate
 from ._accumulate import grad as grad
 from ._accumulate import value_and_grad as value_and_grad
 from ._accumulated_loss import accumulated_loss as accumulated_loss
+from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale
+from ._loss_scale import loss_scale as loss_scale
+from ._loss_scale import static_loss_scale as static_loss_scale
+from ._multi_steps import from_optax_multi_steps as from_optax_multi_steps
+from ._multi_steps import has_updated as has_updated
+from ._multi_steps import microstep_schedule as microstep_schedule
+from ._multi_steps import multi_steps as multi_steps
+from ._opt_state import LossScaleState as LossScaleState
+from ._opt_state import MultiStepsState as MultiStepsState
+from ._opt_state import telemetry as telemetry
 from ._reduce import thread as thread
 from ._stats import AccumulationStats as AccumulationStats
 

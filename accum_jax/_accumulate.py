@@ -96,6 +96,24 @@ def accumulate(
         Another value does not compile again. Not differentiable.
       stats: `"counts"` or `"norms"`: the result is then `(out, AccumulationStats)`. `"norms"`
         measures the part of the output that has the structure and shapes of argument 0.
+      axis_name: one mapped axis or several, for callers inside `jax.shard_map`, `jax.vmap` or
+        `jax.pmap`, over which the rows (or the tokens of a row) are spread. Numerators and total
+        weights are summed over it once, after the loop, in the accumulator's dtype and never
+        narrower than float32; max and min are taken over all devices, concat keeps each device its
+        rows, thread averages float state by weight (other state must agree), last and stack are
+        refused on more than one device. Keys become `fold_in(fold_in(key, i), device index)`.
+        `k` and `microbatch_size` are per device.
+      mesh: a mesh, for callers under plain `jax.jit`: the function maps itself over `data_axes`, to
+        the same effect, and leaves the other axes to the compiler. `grad_fn` then sees one device's
+        rows: batch statistics and in-batch losses become per device. An ambient mesh is not read.
+      data_axes: the mesh axis, or axes, over which the batch is spread.
+      arg_specs: how unbatched arguments are sharded, by position: `{0: specs}`, specs a pytree
+        prefix of the argument of PartitionSpecs (or NamedShardings). Gradient and accumulator of
+        argument 0 (in `value_and_grad`, of each differentiated argument) are sharded like it. Axes
+        that are no data axes are constraints for the compiler, also without `mesh`: it gathers
+        layer by layer, with the least memory. An axis of `data_axes` is mapped by hand: the
+        argument is gathered once before the loop and its gradient reduce-scattered once after it,
+        with the least traffic and the whole argument in memory.
 
     Returns:
       A function of the same arguments. Structure, shapes and dtypes of its result are those of
@@ -233,6 +251,10 @@ def value_and_grad(
         see the overflow, so let `dynamic_loss_scale` skip the update.
       num_real_microbatches: see `accumulate`.
       stats: see `accumulate`. Of unscaled gradients.
+      axis_name: see `accumulate`.
+      mesh: see `accumulate`.
+      data_axes: see `accumulate`.
+      arg_specs: see `accumulate`.
 
     Returns:
       A function of the same arguments that returns what `jax.value_and_grad(loss_fn, argnums,

@@ -37,7 +37,9 @@ class Model:
     def shapes(self, rows: int) -> tuple[Any, Any]:
         """Shapes of the parameters and of a batch: nothing is allocated."""
         params = jax.eval_shape(self.init, jax.random.key(0))
-        return params, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.batch(rows))
+        return params, jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.batch(rows)
+        )
 
 
 def mlp(layers: int, width: int, microbatch_size: int) -> Model:
@@ -45,7 +47,10 @@ def mlp(layers: int, width: int, microbatch_size: int) -> Model:
 
     def init(key):
         keys = jax.random.split(key, layers)
-        return [{"w": jax.random.normal(k, (width, width)) * width**-0.5, "b": jnp.zeros(width)} for k in keys]
+        return [
+            {"w": jax.random.normal(k, (width, width)) * width**-0.5, "b": jnp.zeros(width)}
+            for k in keys
+        ]
 
     def loss_fn(params, batch):
         x = batch["x"]

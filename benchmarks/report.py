@@ -34,7 +34,7 @@ class Table:
     def rich(self) -> RichTable:
         table = RichTable(title=self.title, caption=self.caption or None, box=box.SIMPLE_HEAD)
         for i, heading in enumerate(self.headings):
-            table.add_column(heading, justify="right" if i else "left", no_wrap=not i)
+            table.add_column(heading, justify="right" if i else "left")
         for row in self.rows:
             table.add_row(*row)
         return table
@@ -134,10 +134,9 @@ def save(out: Path, results: dict[str, Result]) -> None:
 
 
 def bars(axes: Any, names: Sequence[str], values: Sequence[float], ours: Sequence[bool]) -> None:
-    """One horizontal bar for each name, from the top, ours in another colour."""
+    """One horizontal bar for each name, ours in another colour; the caller inverts the axis."""
     colours = [OURS if own else PEER for own in ours]
     drawn = axes.barh(names, values, color=colours, height=0.65)
     axes.bar_label(drawn, fmt="%.2f", padding=3)
-    axes.invert_yaxis()
     axes.margins(x=0.14)
     axes.spines[["top", "right"]].set_visible(False)

@@ -47,7 +47,8 @@ class Way:
     one_call: bool = True
 
     def optimizer(self, k: int) -> optax.GradientTransformation:
-        tx = optax.adam(1e-3)
+        # Moments of narrow parameters in float32: they are below what bfloat16 can add up.
+        tx = optax.adam(1e-3, mu_dtype=jnp.float32)
         return tx if self.one_call else optax.MultiSteps(tx, k).gradient_transformation()
 
     def step(self, model: Model, k: int) -> Callable[..., Any]:
@@ -108,3 +109,4 @@ WAYS = (
     OPTAX_MICROBATCH,
     OPTAX_MULTI_STEPS,
 )
+OURS = {way.name for way in (ACCUMULATE, IN_PLACE, ACCUMULATE_WEIGHTED, IN_PLACE_WEIGHTED)}

@@ -11,11 +11,11 @@ import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
-from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from windows import drive
 
+from accum_jax import accumulated_loss, value_and_grad
 from accum_jax._loss_scale import dynamic_loss_scale, loss_scale, static_loss_scale
 from accum_jax._multi_steps import has_updated, multi_steps
 from accum_jax._opt_state import LossScaleState
@@ -222,10 +222,8 @@ def test_same_as_flax_dynamic_scale_at_the_edge_of_the_window():
 
     @jax.jit
     def window(w, state, scale, xs):
-        def mean(w):
-            return jnp.mean(lax.map(functools.partial(loss, w), xs))
-
-        scale, finite, _, grads = scale.value_and_grad(mean)(w)
+        mean = accumulated_loss(lambda w, xs: jnp.mean(loss(w, xs)), 2)
+        scale, finite, _, grads = scale.value_and_grad(lambda w: mean(w, xs))(w)
         updates, new_state = optimizer.update(grads, state, w)
         keep = functools.partial(jnp.where, finite)
         return (
@@ -249,6 +247,36 @@ def test_same_as_flax_dynamic_scale_at_the_edge_of_the_window():
         assert float(loss_scale(state)) == float(flax_scale.scale)
         np.testing.assert_allclose(w, theirs, rtol=1e-6)  # float32
     assert float(flax_scale.scale) != 2.0**15
+
+
+def test_same_as_one_call_with_the_scale_in_value_and_grad(run):
+    # The middle window overflows float16.
+    xs = jnp.float16([[1, 2, 4, 5], [1, 2, 2**15, 5], [1, 3, 1, 3]])
+    one_call = dynamic_loss_scale(SGD, init_scale=2.0**8, growth_interval=1)
+    per_call = multi_steps(one_call, 4)
+
+    def loss(w, x):
+        return jnp.mean((w * x).astype(jnp.float32))
+
+    def window(w, state, x):
+        grad_fn = value_and_grad(loss, k=4, loss_scale=loss_scale(state))
+        value, grads = grad_fn(w, x)
+        updates, state = one_call.update(grads, state, w)
+        return optax.apply_updates(w, updates), state, value
+
+    a = b = jnp.float16(1.0)
+    state_a, state_b = one_call.init(a), per_call.init(b)
+    log = []
+    for x in xs:
+        a, state_a, value = run(window)(a, state_a, x)
+        assert float(value) == float(loss(1.0, x)) or float(a) != 1.0
+        for row in x:
+            grads = jax.grad(lambda w, r=row: loss(w, r) * loss_scale(state_b))(b)
+            updates, state_b = per_call.update(grads, state_b, b)
+            b = optax.apply_updates(b, updates)
+        assert (float(a), float(loss_scale(state_a))) == (float(b), float(loss_scale(state_b)))
+        log.append((float(a), float(loss_scale(state_a)), bool(has_updated(state_b))))
+    assert log == [(-2.0, 512.0, True), (-2.0, 256.0, False), (-4.0, 512.0, True)]
 
 
 # Devices

@@ -312,6 +312,17 @@ def test_accumulator_dtype(run):
     assert seen[-1] == float(-np.float32(256) / np.float32(257))
 
 
+def test_weight_is_not_rounded_to_the_gradient(run):
+    # bfloat16 has no 257, and no 257 * 3.
+    tx = multi_steps(SGD, 2)
+    params = jnp.zeros((), jnp.bfloat16)
+    state = tx.init(params)
+    for weight in (257, 1):
+        _, state = run(tx.update)(params + 3, state, params, weight=weight, flush=False)
+    _, open_window = run(tx.update)(params + 3, state, params, weight=257)
+    assert float(open_window.acc_grads) == 771.0
+
+
 def mixed():
     return {
         "half": jnp.ones((4, 4), jnp.bfloat16),

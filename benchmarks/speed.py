@@ -1,0 +1,183 @@
+"""How long does an update of k microbatches take, against a scan written by hand?
+
+The ways take turns, in an order drawn anew for each round, so that whatever slows the machine down
+slows all of them; ratios are taken within rounds.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import models, ways
+from benchmarks.models import Model
+from benchmarks.report import Claim, Result, Table, bars
+from benchmarks.ways import Way
+
+_BASELINE = ways.HAND_WRITTEN
+# At most so many times the time of the hand-written scan.
+_LIMITS = {
+    "MLP, Python layers": {ways.ACCUMULATE: 1.02, ways.IN_PLACE: 1.05},
+    "transformer, scanned layers": {ways.ACCUMULATE: 1.02, ways.IN_PLACE: 1.0},
+}
+# Of the MLP: how many times faster than the loop of calls ours must be.
+_FASTER_THAN_MULTI_STEPS = 1.8
+
+
+class Runner:
+    """One way, compiled, with its parameters and state; `update()` is the seconds of an update."""
+
+    def __init__(self, model: Model, way: Way, k: int):
+        batch = jax.tree.map(jnp.asarray, model.batch(model.microbatch_size * k))
+        calls = 1 if way.one_call else k
+        self._batches = [jax.tree.map(lambda x, i=i: x[i::calls], batch) for i in range(calls)]
+        self._params = jax.jit(model.init)(jax.random.key(0))
+        self._state = way.optimizer(k).init(self._params)
+        step = jax.jit(way.step(model, k), donate_argnums=(0, 1))
+        self._step = step.lower(self._params, self._state, self._batches[0]).compile()
+        self.cost = dict(self._step.cost_analysis() or {})
+
+    def update(self) -> float:
+        start = time.perf_counter()
+        for batch in self._batches:
+            self._params, self._state, loss = self._step(self._params, self._state, batch)
+        jax.block_until_ready((self._params, loss))
+        return time.perf_counter() - start
+
+
+def take_turns(runners: Sequence[Runner], seconds: float) -> list[list[float]]:
+    """Seconds of each update of each runner, one a round, for about `seconds` (eight at least)."""
+    for runner in runners:
+        runner.update()
+    times: list[list[float]] = [[] for _ in runners]
+    order, rng = list(range(len(runners))), random.Random(0)
+    end = time.perf_counter() + seconds
+    while len(times[0]) < 8 or time.perf_counter() < end:
+        rng.shuffle(order)
+        for i in order:
+            times[i].append(runners[i].update())
+    return times
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """A 95 % confidence interval of the median, from order statistics: no distribution assumed."""
+    ordered, n = sorted(values), len(values)
+    reach = 0.98 * n**0.5
+    return ordered[max(0, round(n / 2 - reach) - 1)], ordered[min(n - 1, round(n / 2 + reach))]
+
+
+def measure(model: Model, selected: Sequence[Way], k: int, seconds: float) -> list[dict[str, Any]]:
+    """One row for each way; times in milliseconds for an update of k microbatches."""
+    runners = [Runner(model, way, k) for way in selected]
+    times = take_turns(runners, seconds)
+    baseline = times[selected.index(_BASELINE)]
+    rows = []
+    for way, runner, own in zip(selected, runners, times, strict=True):
+        ratios = [a / b for a, b in zip(own, baseline, strict=True)]
+        lower, middle, upper = statistics.quantiles(own, n=4)
+        rows.append(
+            {
+                "model": model.name,
+                "way": way.name,
+                "k": k,
+                "rounds": len(own),
+                "lower_quartile_ms": 1e3 * lower,
+                "median_ms": 1e3 * middle,
+                "upper_quartile_ms": 1e3 * upper,
+                "least_ms": 1e3 * min(own),
+                "ratio": statistics.median(ratios),
+                "ratio_interval": median_interval(ratios),
+                "call_bytes": runner.cost.get("bytes accessed"),
+                "call_flops": runner.cost.get("flops"),
+                "times_ms": [round(1e3 * x, 4) for x in own],
+            }
+        )
+    return rows
+
+
+def small_mlp() -> Model:
+    return models.mlp(layers=4, width=256, microbatch_size=8)
+
+
+def small_transformer() -> Model:
+    return models.transformer(layers=8, width=128, length=32, microbatch_size=1)
+
+
+def run(quick: bool, target_names: Sequence[str], announce: Callable[[str], None]) -> Result:
+    """Times the models on the device at hand; `target_names` cannot be run and are left out."""
+    peers = (ways.HAND_WRITTEN, ways.ACCUMULATE, ways.IN_PLACE, ways.OPTAX_MULTI_STEPS)
+    selected = peers if quick else ways.WAYS
+    rows = []
+    for model, k in ((small_mlp(), 16), (small_transformer(), 8)):
+        announce(f"speed: {model.name}, k = {k}")
+        rows += measure(model, selected, k, seconds=15 if quick else 120)
+    names = dict.fromkeys(row["model"] for row in rows)
+    tables = [_table([row for row in rows if row["model"] == name]) for name in names]
+    return Result(rows, tables, _claims(rows), lambda figure: _draw(figure, rows))
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    return Table(
+        f"Time of an update: {rows[0]['model']}, k = {rows[0]['k']}",
+        ("way", "median (quartiles)", "least", "ratio (95 %)", "moves"),
+        [
+            (
+                row["way"],
+                "{median_ms:.1f} ({lower_quartile_ms:.1f} to {upper_quartile_ms:.1f}) ms".format(
+                    **row
+                ),
+                f"{row['least_ms']:.1f} ms",
+                "{:.2f} ({:.2f} to {:.2f})".format(row["ratio"], *row["ratio_interval"]),
+                f"{row['call_bytes'] / 1e6:.1f} MB" if row["call_bytes"] else "",
+            )
+            for row in rows
+        ],
+        f"{rows[0]['rounds']} rounds in which the ways took turns. ratio: to the scan written by "
+        "hand, the median of the ratios within rounds. moves: bytes read and written by one call, "
+        "a loop's body counted once.",
+    )
+
+
+def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    found = {(row["model"], row["way"]): row for row in rows}
+    claims = []
+    for model, limits in _LIMITS.items():
+        for way, limit in limits.items():
+            row = found[model, way.name]
+            text = f"{model}, {way.name}: time / hand-written scan"
+            claims.append(Claim(text, row["ratio"], limit, row["ratio_interval"][0]))
+    mlp = small_mlp().name
+    peer = found[mlp, ways.OPTAX_MULTI_STEPS.name]["times_ms"]
+    for way in (ways.ACCUMULATE, ways.IN_PLACE):
+        own = found[mlp, way.name]["times_ms"]
+        ratios = [a / b for a, b in zip(own, peer, strict=True)]
+        text = f"{mlp}, {way.name}: time / {ways.OPTAX_MULTI_STEPS.name}"
+        claims.append(
+            Claim(
+                text,
+                statistics.median(ratios),
+                1 / _FASTER_THAN_MULTI_STEPS,
+                median_interval(ratios)[0],
+            )
+        )
+    return claims
+
+
+def _draw(figure: Any, rows: list[dict[str, Any]]) -> None:
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    axes = figure.subplots(1, len(names), sharey=True)
+    for axis, name in zip(axes, names, strict=True):
+        own = [row for row in rows if row["model"] == name]
+        labels = [row["way"] for row in own]
+        bars(axis, labels, [row["ratio"] for row in own], [x in ways.OURS for x in labels])
+        lower, upper = zip(*(row["ratio_interval"] for row in own), strict=True)
+        axis.hlines(range(len(own)), lower, upper, color="#222222", linewidth=1.5)
+        axis.axvline(1, color="#222222", linewidth=0.8, linestyle=":")
+        axis.set(title=f"{name}, k = {own[0]['k']}", xlabel="time of an update / hand-written scan")
+    axes[0].invert_yaxis()

@@ -1,0 +1,115 @@
+"""The benchmarks' own parts, and what must hold of memory and time."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from benchmarks import memory, models, report, speed, ways
+from benchmarks.__main__ import main
+from benchmarks.targets import Target
+
+
+def _tiny_mlp():
+    return models.mlp(layers=2, width=8, microbatch_size=2)
+
+
+def _tiny_transformer():
+    return models.transformer(layers=2, width=64, length=6, microbatch_size=2)
+
+
+def _updated(model, way, k):
+    """Parameters after one update from the same start on the same rows."""
+    params = model.init(jax.random.key(0))
+    batch, calls = model.batch(model.microbatch_size * k), 1 if way.one_call else k
+    state, step = way.optimizer(k).init(params), jax.jit(way.step(model, k))
+    for i in range(calls):
+        params, state, _ = step(params, state, jax.tree.map(lambda x, i=i: x[i::calls], batch))
+    return params
+
+
+@pytest.mark.parametrize("model", [_tiny_mlp(), _tiny_transformer()], ids=["mlp", "transformer"])
+def test_ways_make_the_same_update(model):
+    """What is compared with one another does the same work."""
+    weighted = {ways.WHOLE_BATCH, ways.ACCUMULATE_WEIGHTED, ways.IN_PLACE_WEIGHTED}
+    rows_weigh_the_same = model.name == _tiny_mlp().name
+    # optax.microbatch takes other rows together, which a mean of means depends on.
+    others = set(ways.WAYS) - weighted - {ways.OPTAX_MICROBATCH}
+    groups = [set(ways.WAYS)] if rows_weigh_the_same else [weighted, others]
+    for group in groups:
+        first, *rest = (_updated(model, way, k=4) for way in group)
+        for other in rest:
+            # Adam divides by the gradient's size: rounding of small gradients grows.
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), first, other)
+
+
+def test_claims():
+    exact = report.Claim("temp", 1.2, limit=1.15, least=1.2)
+    noisy = report.Claim("time", 1.03, limit=1.02, least=0.99)
+    assert [exact.verdict, noisy.verdict] == ["fails", "not clear"]
+    assert report.Claim("time", 1.02, limit=1.02, least=1.0).verdict == "holds"
+
+
+def test_interval_of_a_median_covers_it():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        lower, upper = speed.median_interval(rng.exponential(size=40))
+        covered += lower <= np.log(2) <= upper
+    assert 0.93 <= covered / 400 <= 1.0
+
+
+def test_a_suite_is_saved_in_three_forms(tmp_path):
+    rows = speed.measure(_tiny_mlp(), [ways.HAND_WRITTEN, ways.OPTAX_MULTI_STEPS], 2, seconds=0)
+    assert [row["rounds"] for row in rows] == [8, 8]
+    assert rows[0]["ratio"] == 1.0
+    table = report.Table("Times", ("way", "ratio"), [("ours", "1.0")], "A caption.")
+    claim = report.Claim("ratio", 1.0, limit=1.0, least=1.0)
+
+    def draw(figure: Figure) -> None:
+        report.bars(figure.subplots(), ["ours"], [1.0], [True])
+
+    report.save(tmp_path, {"speed": report.Result(rows, [table], [claim], draw)})
+    saved = json.loads((tmp_path / "speed.json").read_text())
+    assert saved["rows"][1]["way"] == ways.OPTAX_MULTI_STEPS.name
+    assert saved["claims"][0]["verdict"] == "holds"
+    assert saved["environment"]["jax"] == jax.__version__
+    text = (tmp_path / "report.md").read_text()
+    assert "| ours | 1.0 |" in text and "![speed](speed.png)" in text
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory_counts_what_the_state_holds():
+    target, model = Target(None), _tiny_mlp()
+    alone = memory.microbatch_temp(target, model)
+    loop = memory.measure(target, model, alone, ways.OPTAX_MULTI_STEPS, 4)
+    once = memory.measure(target, model, alone, ways.ACCUMULATE, 4)
+    counters = 32
+    assert loop["params"] <= loop["held"] <= loop["params"] + counters
+    assert once["held"] == 0
+
+
+def test_unknown_suite(capsys):
+    with pytest.raises(SystemExit):
+        main(["--suite", "memory,colour"])
+    assert "no suite 'colour'; there are memory, speed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_memory_must_hold():
+    """A layer-scanned transformer of 200 MB: in place needs no second gradient, at any k."""
+    claims = memory.run(quick=True, target_names=[], announce=lambda text: None).claims
+    assert [claim.text for claim in claims if claim.verdict != "holds"] == []
+    assert len(claims) == 3
+
+
+@pytest.mark.slow
+def test_speed_must_hold():
+    """Against a scan written by hand and a loop of calls, as far as a busy machine can tell."""
+    claims = speed.run(quick=True, target_names=[], announce=lambda text: None).claims
+    assert [claim.text for claim in claims if claim.verdict == "fails"] == []
+    assert len(claims) == 6
