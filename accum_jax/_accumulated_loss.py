@@ -140,7 +140,14 @@ def accumulated_loss(
             return ([g if g is None else scale(g, first).astype(x.dtype) for g, x in each],)
 
         value.defvjp(value_forward, value_backward, symbolic_zeros=True)
-        return show(value(arrays))
+        try:
+            return show(value(arrays))
+        except jax.errors.UnexpectedTracerError as error:
+            error.add_note(
+                f"{fn}: if loss_fn closes over a value that is differentiated, pass it to the loss "
+                "as an argument instead."
+            )
+            raise
 
     return loss
 

@@ -56,6 +56,10 @@ def multi_steps(
     Use it as `multi_steps(dynamic_loss_scale(chain(clip, optimizer)), k)`. A transformation put
     outside (`chain(multi_steps(tx, k), decay)`) runs at every micro step.
 
+    Inside `shard_map` either reduce the gradients before each call, or keep local accumulators and
+    put one reduction first in `tx`; then, `nonfinite` must be `"propagate"`, `weight` and `flush`
+    the same on all devices, or they would disagree on when to reduce.
+
     Args:
       tx: the transformation to run once per window. It sees gradients in the accumulator dtype,
         float32 at least, and its updates and state keep the dtypes that they have without

@@ -288,7 +288,7 @@ class _Loop:
         self.states = [axes.vary(numbers_to_arrays(args[position])) for position in self.thread_at]
         self.inputs = _Inputs(options, gradient, args)
 
-        blocks, first = self.split.blocks(), axes.vary(jnp.zeros((), jnp.int32))
+        blocks, first = self.split.blocks(), jnp.zeros((), jnp.int32)
         self.microbatch = self._stage(lambda index: self.split.take(blocks, index), first)
         struct, weight = self.microbatch.struct
         self.weight_dtype = jnp.float32 if weight is None else weight.dtype
@@ -471,7 +471,7 @@ class _Loop:
 
     def _run_tail(self, real: Any, carry: Any) -> Any:
         split, batch = self.split, self.split.take_tail()
-        index = self.axes.vary(jnp.full((), split.num_full, jnp.int32))
+        index = jnp.full((), split.num_full, jnp.int32)
         microbatch = self._stage(lambda index: batch, index)
 
         def run(carry):

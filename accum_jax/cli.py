@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         "--steps",
         type=_positive_int,
         metavar="N",
-        help="optimizer updates (default: 200 for digits, 60 for chars)",
+        help="optimizer updates (default: 200 for digits, 50 for chars)",
     )
     demo.add_argument(
         "--out", type=_png_path, metavar="FILE.png", help="write loss curves and memory here"

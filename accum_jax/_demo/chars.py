@@ -41,7 +41,7 @@ def chars_linen(size: str = "small") -> Task:
         return (right * mask).sum() / mask.sum()
 
     return Task(
-        init=lambda: model.init(jax.random.key(0), test["tokens"][:1, 1:])["params"],
+        init=jax.jit(lambda: model.init(jax.random.key(0), test["tokens"][:1, 1:])["params"]),
         loss_fn=functools.partial(mean_over_tokens, model),
         weight=lambda batch: batch["mask"].sum(),
         accuracy=accuracy,
@@ -50,7 +50,7 @@ def chars_linen(size: str = "small") -> Task:
         microbatch_size=2,
         k=8,
         learning_rate=0.3,
-        steps=60,
+        steps=50,
         ways=("whole batch", "value_and_grad", "multi_steps", "mean of means"),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ def table(comparison: dict[str, Any]) -> Table:
         title="{effective_batch} rows an update: {k} microbatches of {microbatch_size}".format(
             **comparison
         ),
-        caption="Temporary memory: of the compiled program, besides arguments and results.",
+        caption="Off by, against the whole batch: relative error of the first update, largest "
+        "difference of the parameters in the end. Memory: temporaries of the compiled program.",
         box=box.SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
@@ -76,8 +78,8 @@ def table(comparison: dict[str, Any]) -> Table:
     for heading in (
         "test accuracy",
         "first update off by",
-        "largest parameter difference",
-        "temporary memory",
+        "parameters off by",
+        "memory",
         "median update",
         "optimizer updates",
     ):
@@ -111,7 +113,7 @@ def save_plot(runs: list[Run], path: Path) -> None:
     curves.grid(alpha=0.25)
 
     heights = [run.temp_bytes / 1e6 for run in runs]
-    names = [run.name.replace(".", ".\n").replace("_and_", "\n_and_") for run in runs]
+    names = [re.sub("([ ._])", r"\1\n", run.name, count=1) for run in runs]
     drawn = bars.bar(
         names, heights, color=[style["color"] for style in _STYLES[: len(runs)]], width=0.6
     )
