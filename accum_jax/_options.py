@@ -109,14 +109,22 @@ class Options:
             accumulator_dtype = check_inexact_dtype(fn, "accumulator_dtype", accumulator_dtype)
         if output_dtype is not None and not is_text(output_dtype, "accumulator"):
             output_dtype = check_inexact_dtype(fn, "output_dtype", output_dtype)
+        keys = check_argnums(fn, "key_argnums", key_argnums)
         _check_num_real(fn, num_real_microbatches)
         data_axes = check_mesh(fn, mesh, data_axes, axis_name)
+        arg_specs = check_arg_specs(fn, arg_specs, mesh)
+        for argnum in arg_specs:
+            if argnum in (*batch, *keys):
+                raise TypeError(
+                    f"{fn}: arg_specs names argument {argnum}, which is in batch_argnums or "
+                    "key_argnums. It is for unbatched arguments; data_axes shards the batch."
+                )
         return cls(
             fn=fn,
             arguments=Arguments(fn, function),
             batch_argnums=batch,
             batch_axes=axes,
-            key_argnums=check_argnums(fn, "key_argnums", key_argnums),
+            key_argnums=keys,
             k=k,
             microbatch_size=microbatch_size,
             stacked=stacked,
@@ -131,7 +139,7 @@ class Options:
             axis_names=check_axis_names(fn, "axis_name", axis_name),
             mesh=mesh,
             data_axes=data_axes,
-            arg_specs=check_arg_specs(fn, arg_specs, mesh, data_axes),
+            arg_specs=arg_specs,
         )
 
     def roles(self, threads: list[Thread]) -> dict[str, tuple[int, ...]]:

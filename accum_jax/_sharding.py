@@ -190,7 +190,7 @@ def check_mesh(fn: str, mesh: Any, data_axes: Any, axis_name: Any) -> tuple[Any,
     return names
 
 
-def check_arg_specs(fn: str, arg_specs: Any, mesh: Any, data_axes: tuple[Any, ...]) -> Any:
+def check_arg_specs(fn: str, arg_specs: Any, mesh: Any) -> dict[int, Any]:
     """Returns `arg_specs` with PartitionSpecs for leaves.
 
     Raises:

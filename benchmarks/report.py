@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import os
 import platform
 import shlex
 import sys
@@ -100,7 +101,7 @@ def environment() -> dict[str, str]:
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         "device": f"{jax.device_count()} x {device.device_kind} ({device.platform})",
-        "machine": f"{platform.system()} {platform.machine()}",
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
     }
     for name in ("jax", "jaxlib", "libtpu", "optax", "flax"):
@@ -137,6 +138,5 @@ def bars(axes: Any, names: Sequence[str], values: Sequence[float], ours: Sequenc
     """One horizontal bar for each name, ours in another colour; the caller inverts the axis."""
     colours = [OURS if own else PEER for own in ours]
     drawn = axes.barh(names, values, color=colours, height=0.65)
-    axes.bar_label(drawn, fmt="%.2f", padding=3)
-    axes.margins(x=0.14)
+    axes.bar_label(drawn, fmt="%.2f", label_type="center")
     axes.spines[["top", "right"]].set_visible(False)

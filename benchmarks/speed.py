@@ -106,7 +106,8 @@ def small_mlp() -> Model:
 
 
 def small_transformer() -> Model:
-    return models.transformer(layers=8, width=128, length=32, microbatch_size=1)
+    # Few tokens for its parameters, as a large model has: what is done with gradients shows.
+    return models.transformer(layers=4, width=256, length=16, microbatch_size=1)
 
 
 def run(quick: bool, target_names: Sequence[str], announce: Callable[[str], None]) -> Result:

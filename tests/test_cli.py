@@ -36,6 +36,7 @@ def test_version(capsys):
         (["train"], "invalid choice: 'train'"),
         (["demo", "--model", "mnist"], "invalid choice: 'mnist'"),
         (["demo", "--api", "haiku"], "invalid choice: 'haiku'"),
+        (["demo", "--size", "tiny"], "invalid choice: 'tiny'"),
         (["demo", "--steps", "0"], "expected a whole number from 1 on, got '0'"),
         (["demo", "--steps", "2.5"], "expected a whole number from 1 on, got '2.5'"),
         (["demo", "--out", "demo.pdf"], "expected a file name that ends in .png, got 'demo.pdf'"),
@@ -61,3 +62,10 @@ def test_demo_names_the_extra_that_is_missing(capsys, monkeypatch):
     assert printed.err == (
         "accum-jax demo: rich, scikit-learn not installed; run: pip install 'accum-jax[demo]'\n"
     )
+
+
+def test_size_is_of_the_transformer(capsys):
+    assert main(["demo", "--size", "medium"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == "accum-jax demo: --size is for --model chars, got --model digits\n"

@@ -49,7 +49,7 @@ def chars_linen(size: str = "small") -> Task:
         test=jax.tree.map(lambda leaf: leaf[:: len(leaf) // 256][:256], test),
         microbatch_size=2,
         k=8,
-        learning_rate=0.3,
+        learning_rate=0.1,
         steps=50,
         ways=("whole batch", "value_and_grad", "multi_steps", "mean of means"),
     )
