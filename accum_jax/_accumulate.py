@@ -210,12 +210,13 @@ def value_and_grad(
     gradient is divided once, after the loop.
 
     Memory: knowing the loss, the backward pass adds each layer's gradient to the accumulator as
-    soon as it is there, so the accumulator is the only memory of the gradients' size; a finished
-    gradient beside it, which every loop around `jax.grad` has, is as large as the parameters (for
-    layers under `lax.scan`, where the compiler cannot take it apart). Weights keep a conditional
-    around the backward pass, which costs about a seventh of that. With parameters in bfloat16 and a
-    float32 accumulator the loop around the gradient runs; float32 parameters that are cast to
-    bfloat16 inside each layer (inside the scanned body) are both more exact and leaner.
+    soon as it is there, so the accumulator is the only memory of the gradients' size. A loop around
+    `jax.grad` holds a finished gradient beside it, as large as the parameters where layers run
+    under `lax.scan`. Weights keep a conditional around the backward pass: for a transformer with P
+    bytes of parameters, 1.06 P without and 1.09 P with them on CPU, 1.16 P and 1.50 P on TPU v5e,
+    against 2.0 P and 2.1 P for the loop. In mixed precision the gain needs float32 parameters that
+    are cast inside each layer (inside the scanned body); a cast before the loss gains nothing, and
+    parameters in bfloat16 run the loop, with their sums in float32.
 
     Args:
       loss_fn: `loss_fn(params, batch, ...)` returns a real scalar, or `(scalar, aux)`.
@@ -230,12 +231,15 @@ def value_and_grad(
         value does not. `static_loss_scale` and `dynamic_loss_scale` unscale; hand them the sums
         with `output_dtype="accumulator"`, which a float16 gradient could not hold.
       in_place: None adds in place wherever that is exact and possible, and else runs the loop
-        around the finished gradient. It is not under `jax.vmap` or differentiation, for complex
-        parameters, where the accumulator's dtype is not the parameter's, with `nonfinite="skip"` or
-        `stats` (both look at each gradient), where a loss narrower than float32 would round its
-        weights, and with a jax that cannot. True raises where it cannot; with `stats="counts"` it
-        sees non-finite losses and not non-finite gradients. False runs the loop. `jax.vmap` of a
-        jitted function cannot be seen from inside: with weights it needs False.
+        around the finished gradient. It is not possible under `jax.vmap` or differentiation, for
+        complex parameters, where the accumulator's dtype is not the parameter's, with
+        `nonfinite="skip"` or `stats` (both look at each gradient), where a loss narrower than
+        float32 would round its weights, and with a jax that cannot. True raises where it cannot;
+        with `stats="counts"` it sees non-finite losses and not non-finite gradients. False runs the
+        loop. What is done to a jitted function afterwards cannot be seen from inside: mapping or
+        differentiating it may need False, with weights above all, and jax then says that it does
+        not support a state effect there. Weights and `loss_scale` multiply the cotangent, so a
+        backward rule that is not linear (gradient clipping inside the loss) needs False too.
       allow_int: as `jax.value_and_grad`'s.
       microbatch_size: as in `accumulate`, like all that follow.
       batch_argnums: see `accumulate`.

@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from ._accumulate import LossKeywords, check_loss
 from ._reduce import check_reduce, scale
 from ._trace import compile_once, hide, is_hidden, show
-from ._window import run_window
+from ._window import check_value, run_window
 
 
 def accumulated_loss(
@@ -67,8 +67,14 @@ def accumulated_loss(
     threads = check_reduce(fn, "reduce", reduce)
     options.arguments.roles(options.roles(threads))
 
+    @functools.wraps(loss_fn)
+    def checked(*args, **kwargs):
+        output = loss_fn(*args, **kwargs)
+        check_value(fn, has_aux, output)
+        return output
+
     def forward(args, kwargs):
-        output, _, stats = run_window(options, reduce, loss_fn, None, args, kwargs)
+        output, _, stats = run_window(options, reduce, checked, None, args, kwargs)
         return output if stats is None else (output, stats)
 
     @functools.cache

@@ -6,6 +6,7 @@ backward pass holds no gradient of its own, not even that of a scan over layers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +14,51 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
 def available() -> bool:
     """Whether this jax can do it."""
     _, pull = jax.vjp(lambda x: x, 0.0)
     return hasattr(pull, "with_refs") and hasattr(jax, "new_ref") and hasattr(jax, "freeze")
+
+
+@functools.cache
+def _slices_fail() -> bool:
+    """Whether this jax cannot add the gradient of a sliced parameter (jax before 0.11)."""
+
+    def add(x):
+        _, pull = jax.vjp(lambda x: x[:1].sum(), x)
+        pull.with_refs(jax.new_ref(x))(jnp.ones(()))  # pyright: ignore[reportFunctionMemberAccess]
+
+    try:
+        jax.make_jaxpr(add)(jnp.zeros(2))
+    except TypeError:
+        return True
+    return False
+
+
+def mend_slices(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Writes out the unit strides of slices, where this jax stumbles over their absence."""
+    if not (available() and _slices_fail()):
+        return closed
+    return closed.replace(jaxpr=_with_strides(closed.jaxpr))
+
+
+def _with_strides(x: Any) -> Any:
+    if isinstance(x, ClosedJaxpr):
+        return x.replace(jaxpr=_with_strides(x.jaxpr))
+    if isinstance(x, (tuple, list)) and any(isinstance(y, (Jaxpr, ClosedJaxpr)) for y in x):
+        return type(x)(map(_with_strides, x))
+    if not isinstance(x, Jaxpr):
+        return x
+    eqns = []
+    for eqn in x.eqns:
+        params = {name: _with_strides(value) for name, value in eqn.params.items()}
+        if eqn.primitive is lax.slice_p and params["strides"] is None:
+            params["strides"] = (1,) * len(params["start_indices"])
+        eqns.append(eqn.replace(params=params))
+    return x.replace(eqns=eqns)
 
 
 def new_accumulators(zeros: list[jax.Array], read: list[Any]) -> list[Any]:

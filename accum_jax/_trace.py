@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun, take_current_trace
 
+from ._in_place import mend_slices
 from ._split import is_array
 
 SCALARS = (bool, int, float, complex, np.generic)
@@ -136,7 +137,8 @@ class Staged:
         closed, struct = jax.make_jaxpr(
             lambda *args: hide(numbers_to_arrays(function(*show(args)))), return_shape=True
         )(*hide(args))
-        self._run, self._treedef = jaxpr_as_fun(closed), jax.tree.structure(struct)
+        self._run = jaxpr_as_fun(mend_slices(closed))
+        self._treedef = jax.tree.structure(struct)
         self.constants: list[Any] = closed.consts
         self.struct: Any = show(struct)
 

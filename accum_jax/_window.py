@@ -294,7 +294,7 @@ class _Loop:
         self.weight_dtype = jnp.float32 if weight is None else weight.dtype
         self.window = Window(self.split, axes, options.accumulator_dtype, options.output_dtype)
         if gradient is not None:
-            self.value = _check_value(fn, gradient.has_aux, struct)
+            self.value = check_value(fn, gradient.has_aux, struct)
             if gradient.has_aux:
                 what = "the auxiliary output"
                 broadcast_prefix(fn, "aux", reduce[1], struct[1], is_reducer, what)
@@ -679,7 +679,7 @@ class _Inputs:
 
     def trees(self, arrays: list[Any]) -> list[Any]:
         """Gradients with the structure of the arguments; float0 where there is none."""
-        return self._rebuild(arrays, lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0))
+        return self._rebuild(arrays, _no_gradient)
 
 
 class _Norms:
@@ -756,6 +756,10 @@ class _Norms:
         )
 
 
+def _no_gradient(x: Any) -> np.ndarray:
+    return np.zeros(x.shape if is_array(x) else (), jax.dtypes.float0)
+
+
 def _is_differentiable(fn: str, name: str, x: Any, allow_int: bool) -> bool:
     """Whether a leaf has a gradient; integers have none, and are allowed where said so."""
     if not (is_array(x) or isinstance(x, SCALARS)):
@@ -775,19 +779,21 @@ def _is_differentiable(fn: str, name: str, x: Any, allow_int: bool) -> bool:
     )
 
 
-def _check_value(fn: str, has_aux: bool, output: Any) -> Any:
-    """The type of the loss in the output of the function that computes it."""
+def check_value(fn: str, has_aux: bool, output: Any) -> Any:
+    """The loss in the output of the function that computes it, an array or its type.
+
+    Raises:
+      TypeError: when traced: no real float scalar.
+    """
     if has_aux and not (isinstance(output, tuple) and len(output) == 2):
         raise TypeError(
             f"{fn}: with has_aux=True the function must return (loss, aux), got "
             f"{jax.tree.structure(output)}."
         )
     value: Any = output[0] if has_aux else output
-    if (
-        isinstance(value, jax.ShapeDtypeStruct)
-        and value.shape == ()
-        and jnp.issubdtype(value.dtype, jnp.floating)
-    ):
+    if isinstance(value, SCALARS):
+        value = jnp.asarray(value)
+    if hasattr(value, "dtype") and value.shape == () and jnp.issubdtype(value.dtype, jnp.floating):
         return value
     came = f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else f"{value!r}"
     raise TypeError(

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks import memory, report, speed
+from benchmarks.targets import Target
 
 SUITES = {"memory": memory.run, "speed": speed.run}
 
@@ -27,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="what has to hold, within 3 minutes")
     parser.add_argument(
         "--target",
+        type=_target,
         action="append",
         default=[],
         metavar="NAME",
@@ -66,6 +68,14 @@ def _suites(text: str) -> list[str]:
         if name not in SUITES:
             raise argparse.ArgumentTypeError(f"no suite {name!r}; there are {', '.join(SUITES)}")
     return names
+
+
+def _target(name: str) -> Target:
+    try:
+        return Target(name)
+    except (RuntimeError, ValueError) as error:  # no libtpu, or a name it does not know
+        reason = str(error).strip().splitlines()[0]
+        raise argparse.ArgumentTypeError(f"cannot compile for {name!r}: {reason}") from error
 
 
 if __name__ == "__main__":

@@ -108,9 +108,9 @@ def mixed_precision() -> list[tuple[Model, list[Way]]]:
     ]
 
 
-def run(quick: bool, target_names: Sequence[str], announce: Callable[[str], None]) -> Result:
-    """Measures the models on the device at hand, or on `target_names`."""
-    targets = [Target(name) for name in target_names] or [Target(None)]
+def run(quick: bool, targets: Sequence[Target], announce: Callable[[str], None]) -> Result:
+    """Measures the models for `targets`; without any, for the device at hand."""
+    targets = targets or [Target(None)]
     if quick:
         plans = [(large_transformer(), [(way, K) for way in _CONTRAST] + [(ways.IN_PLACE, _MORE)])]
     else:

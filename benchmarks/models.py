@@ -31,7 +31,7 @@ class Model:
     init: Callable[[jax.Array], Any]
     loss_fn: Callable[[Any, Any], jax.Array]
     batch: Callable[[int], Any]
-    weight: Callable[[Any], jax.Array]
+    weight: Callable[[Any], Any]
     microbatch_size: int
 
     def shapes(self, rows: int) -> tuple[Any, Any]:

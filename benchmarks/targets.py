@@ -34,7 +34,7 @@ class Target:
             is taken.
 
     Raises:
-        RuntimeError: there is no libtpu, or it does not know the topology.
+        RuntimeError, ValueError: there is no libtpu, or it does not know the topology.
     """
 
     def __init__(self, name: str | None):

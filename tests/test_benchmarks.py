@@ -94,16 +94,24 @@ def test_memory_counts_what_the_state_holds():
     assert once["held"] == 0
 
 
-def test_unknown_suite(capsys):
-    with pytest.raises(SystemExit):
-        main(["--suite", "memory,colour"])
-    assert "no suite 'colour'; there are memory, speed" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--suite", "memory,colour"], "no suite 'colour'; there are memory, speed"),
+        (["--target", "v0:1x1"], "cannot compile for 'v0:1x1'"),
+    ],
+)
+def test_bad_usage(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_memory_must_hold():
     """A layer-scanned transformer of 200 MB: in place needs no second gradient, at any k."""
-    claims = memory.run(quick=True, target_names=[], announce=lambda text: None).claims
+    claims = memory.run(quick=True, targets=[], announce=lambda text: None).claims
     assert [claim.text for claim in claims if claim.verdict != "holds"] == []
     assert len(claims) == 3
 
@@ -111,6 +119,6 @@ def test_memory_must_hold():
 @pytest.mark.slow
 def test_speed_must_hold():
     """Against a scan written by hand and a loop of calls, as far as a busy machine can tell."""
-    claims = speed.run(quick=True, target_names=[], announce=lambda text: None).claims
+    claims = speed.run(quick=True, targets=[], announce=lambda text: None).claims
     assert [claim.text for claim in claims if claim.verdict == "fails"] == []
     assert len(claims) == 6

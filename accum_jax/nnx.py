@@ -1,0 +1,613 @@
+"""Gradient accumulation for Flax NNX: the module's state moves on as it would call by call."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal, jaxpr_as_fun
+
+from ._accumulate import LossKeywords, check_loss
+from ._errors import broadcast_prefix, check_argnums, check_choice, leaf_name, positions
+from ._reduce import Thread, check_reduce, is_reducer, thread
+from ._sharding import DataAxes
+from ._trace import compile_once, hide, numbers_to_arrays, show
+from ._window import run_window
+
+try:
+    from flax import nnx
+except ImportError as error:
+    raise ImportError('accum_jax.nnx needs Flax: pip install "accum-jax[flax]".') from error
+
+
+def value_and_grad(
+    f: Callable[..., Any],
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    has_aux: bool = False,
+    *,
+    k: int | None = None,
+    state: Iterable[tuple[Any, str]] = (),
+    allow_int: bool = False,
+    **keywords: Unpack[LossKeywords],
+) -> Callable[..., Any]:
+    """`flax.nnx.value_and_grad` run as `k` microbatches in one loop.
+
+    The result, and the modules afterwards, are what `nnx.value_and_grad` gives when it is called on
+    microbatch 0, 1, ... k - 1 in turn and the values and gradients are averaged. Batch statistics,
+    counts of random streams and variables of any other type that is not differentiated move on
+    from microbatch to microbatch: each draws its own dropout masks, and the next window goes on
+    where this one ended.
+
+    Cost: that of `accum_jax.value_and_grad`, in place where that is. `f` is traced once, and once
+    more where it leaves state alone that its type would let one expect to move, or the reverse.
+
+    Args:
+      f: `f(model, batch, ...)` returns a real scalar, or `(scalar, aux)`. Any argument may be a
+        module, hold modules, or be an `nnx.Variable`; they may share variables.
+      argnums: as `nnx.value_and_grad`'s: positions, each differentiated with respect to its
+        `nnx.Param`s, or `nnx.DiffState(position, filter)`.
+      has_aux: whether `f` returns `(loss, aux)`.
+      k: microbatches per update, a Python int. Give it or `microbatch_size`.
+      state: pairs of an `nnx` filter and `"max"`, `"min"`, `"mean"` or `"sum"`, for state that must
+        not move on: every microbatch starts from the window's initial state, and the states that
+        they end with are put together, as for the amax histories of float8 layers. Where no
+        microbatch counts, the state stays as it was.
+      allow_int: as `nnx.value_and_grad`'s.
+      **keywords: those of `accum_jax.value_and_grad`, with the same meaning. Positions are those of
+        the arguments of `f`. Under `axis_name` or `mesh`, every random stream's key is folded with
+        the device index for the length of the window, counts advance as on one device, and float
+        state is averaged over devices by weight.
+
+    Returns:
+      A function of the same arguments that returns what `nnx.value_and_grad(f, ...)` would, the
+      gradient of a module as an `nnx.State` for `nnx.Optimizer.update`; with `stats`, a pair of
+      that and `AccumulationStats`. It works under `nnx.jit`, under `jax.jit` between `nnx.merge`
+      and `nnx.split`, and outside of them, where it is compiled once for each structure of modules
+      and types of arguments.
+
+    Raises:
+      TypeError: as `accum_jax.value_and_grad`. When built: `f` is a bound method of a module. When
+        traced: modules among the batch or the keys.
+      ValueError: as `accum_jax.value_and_grad`. When built: a pair of `state` that is none. When
+        traced: a filter of `state` that finds nothing, variables that are shared by arguments of
+        which only some are differentiated, a module whose structure or differentiated variables `f`
+        changes, state that changes its shape or dtype.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import accum_jax.nnx
+      >>> class Model(nnx.Module):
+      ...     def __init__(self):
+      ...         self.w, self.calls = nnx.Param(jnp.ones(2)), nnx.Variable(jnp.array(0))
+      ...     def __call__(self, x):
+      ...         self.calls[...] += 1
+      ...         return x @ self.w
+      >>> def loss(model, batch):
+      ...     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+      >>> model, batch = Model(), {"x": jnp.eye(8, 2), "y": jnp.arange(8.0)}
+      >>> value, grads = accum_jax.nnx.value_and_grad(loss, k=4)(model, batch)
+      >>> print(value, grads["w"][...], model.calls[...])
+      17.5 [0.25 0.  ] 4
+    """
+    call = _build("nnx.value_and_grad", f, argnums, has_aux, state, allow_int, k=k, **keywords)
+
+    @functools.wraps(f)
+    def with_value(*args: Any, **kwargs: Any) -> Any:
+        value, aux, grads, stats = call(args, kwargs)
+        result = ((value, aux) if has_aux else value), grads
+        return result if stats is None else (result, stats)
+
+    return with_value
+
+
+def grad(
+    f: Callable[..., Any],
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    has_aux: bool = False,
+    *,
+    k: int | None = None,
+    state: Iterable[tuple[Any, str]] = (),
+    allow_int: bool = False,
+    **keywords: Unpack[LossKeywords],
+) -> Callable[..., Any]:
+    """`flax.nnx.grad` run as `k` microbatches in one loop: `value_and_grad` without the value.
+
+    Args:
+      f: see `value_and_grad`.
+      argnums: see `value_and_grad`.
+      has_aux: see `value_and_grad`.
+      k: see `value_and_grad`.
+      state: see `value_and_grad`.
+      allow_int: see `value_and_grad`.
+      **keywords: see `value_and_grad`.
+
+    Returns:
+      A function of the same arguments that returns what `nnx.grad(f, ...)` would: `grads` or
+      `(grads, aux)`; with `stats`, a pair of that and `AccumulationStats`.
+
+    Raises:
+      TypeError, ValueError: as `value_and_grad`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import accum_jax.nnx
+      >>> w = nnx.Param(jnp.float32(1))
+      >>> print(accum_jax.nnx.grad(lambda w, x: jnp.mean(w * x), k=2)(w, jnp.arange(4.0))[...])
+      1.5
+    """
+    call = _build("nnx.grad", f, argnums, has_aux, state, allow_int, k=k, **keywords)
+
+    @functools.wraps(f)
+    def without_value(*args: Any, **kwargs: Any) -> Any:
+        _, aux, grads, stats = call(args, kwargs)
+        result = (grads, aux) if has_aux else grads
+        return result if stats is None else (result, stats)
+
+    return without_value
+
+
+class _Output(NamedTuple):
+    """What `f` gives beside its loss, and its reducers. State is a dict from name to variable."""
+
+    aux: Any
+    state: list[Any]  # of the pairs of `state`
+    counts: Any  # True where the microbatch counts; None without such pairs
+    moving: Any
+
+
+def _build(
+    fn: str,
+    f: Callable[..., Any],
+    argnums: Any,
+    has_aux: Any,
+    state: Any,
+    allow_int: Any,
+    *,
+    aux: Any = "mean",
+    **keywords: Any,
+) -> Callable[[Any, Any], tuple[Any, Any, Any, Any]]:
+    """Checks the arguments; returns the function that gives value, aux, gradients, statistics."""
+    _check_unbound(fn, f)
+    check_choice(fn, "allow_int", allow_int, (False, True))
+    options, _, gradient = check_loss(fn, f, has_aux, aux=aux, **keywords)
+    threads = check_reduce(fn, "aux", aux)
+    filters = _check_filters(fn, argnums)
+    roles = {**options.roles(threads), "argnums": tuple(number for number, _ in filters)}
+    options.arguments.roles(roles)
+    state = _check_state(fn, state)
+    axes = DataAxes(options.axis_names or options.data_axes)
+    weigh = options.weight_from_output
+
+    def weight(output: Any) -> Any:
+        return weigh((output[0], output[1].aux) if has_aux else output[0])  # pyright: ignore
+
+    def run(inputs: Any, _: Any) -> Any:
+        args, kwargs, rest, layout = inputs
+        count = len(args)
+        static = dataclasses.replace(
+            options,
+            batch_argnums=positions(options.batch_argnums, count),
+            key_argnums=positions(options.key_argnums, count),
+            weight_from_output=weigh and weight,
+        )
+        differentiated = dataclasses.replace(
+            gradient, argnums=positions(roles["argnums"], count), has_aux=True, allow_int=allow_int
+        )
+        own = jax.tree.map(
+            lambda x: thread(x.argnum % count) if isinstance(x, Thread) else x,
+            aux,
+            is_leaf=is_reducer,
+        )
+        reducers = _Output(own, [reducer for _, reducer in state], "max", thread(count))
+        microbatch = _Microbatch(fn, f, has_aux, aux, layout, axes)
+
+        while True:
+            moving = {name: rest[name] for name in microbatch.moving}
+            still = {name: rest[name] for name in rest if name not in moving}
+            try:
+                (value, output), grads, stats = run_window(
+                    static,
+                    (gradient.reduction, reducers),
+                    microbatch,
+                    differentiated,
+                    (*args, moving, still),
+                    kwargs,
+                )
+                break
+            except _Moves as moves:
+                microbatch.expect(moves.names)
+        new = dict(output.moving)
+        for part in output.state:
+            for name, variable in part.items():
+                new[name] = jax.tree.map(
+                    lambda new, old: jnp.where(output.counts, new, old).astype(old.dtype),
+                    variable,
+                    rest[name],
+                )
+        return value, output.aux, grads, stats, new
+
+    compiled = compile_once(f, run)
+
+    def call(args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
+        args, kwargs = _by_position(f, args, kwargs)
+        options.arguments.roles(roles, len(args))
+        at = positions(roles["argnums"], len(args))
+        wanted = {number: want for number, (_, want) in zip(at, filters, strict=True)}
+        nodes, inputs = _split(fn, options.arguments.name, wanted, state, args, kwargs)
+        for role in ("batch_argnums", "key_argnums"):
+            _check_no_nodes(
+                fn, options.arguments.name, role, positions(roles[role], len(args)), args
+            )
+        value, aux, grads, stats, new = compiled(*inputs)
+        paths = dict(inputs[-1].rest)
+        nnx.update(nodes, nnx.from_flat_state({paths[name]: x for name, x in new.items()}))
+        several = isinstance(argnums, (tuple, list))
+        return value, aux, tuple(grads) if several else grads[0], stats
+
+    return call
+
+
+# --- modules and their state ---------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """How the modules of a call were taken apart; hashable, so that it is part of a structure."""
+
+    treedef: Any  # of (args, kwargs), with a leaf for each module or variable
+    nodes: tuple[int, ...]  # which leaves those are
+    graphdef: Any  # of the tuple of them
+    params: Any  # treedef of their differentiated state
+    param_names: tuple[tuple[str, Any], ...]  # with their paths
+    rest: tuple[tuple[str, Any], ...]  # names and paths of all other variables
+    keys: frozenset[str]  # which of these are keys of random streams
+    frozen: frozenset[str]  # which of these are parameters
+    combined: tuple[tuple[str, ...], ...]  # which of these each pair of `state` combines
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def _split(
+    fn: str,
+    argument: Callable[[int], str],
+    wanted: dict[int, Callable[..., bool]],
+    state: list[tuple[Callable[..., bool], str]],
+    args: Any,
+    kwargs: Any,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The modules of a call, and its arguments with differentiated state in their place.
+
+    All modules are split at once: what they share appears in the first of them, as in Flax.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_node)
+    at = tuple(i for i, (_, leaf) in enumerate(leaves) if _is_node(leaf))
+    paths, nodes = zip(*(leaves[i] for i in at), strict=True) if at else ((), ())
+
+    def name(path: Any) -> str:
+        kind, first, *outer = paths[path[0]]
+        start = argument(first.idx) if kind.idx == 0 else str(first.key)
+        inner = (f".{x}" if isinstance(x, str) else f"[{x!r}]" for x in path[1:])
+        return leaf_name(start, outer) + "".join(inner)
+
+    def is_wanted(path: Any, x: Any) -> bool:
+        kind, first, *_ = paths[path[0]]
+        if kind.idx or first.idx not in wanted:
+            return False
+        return isinstance(nodes[path[0]], nnx.Variable) or wanted[first.idx](path[1:], x)
+
+    seen: dict[int, tuple[bool, str]] = {}
+    for number, node in enumerate(nodes):
+        for path, x in nnx.iter_graph(node, graph=True):
+            if isinstance(x, nnx.Variable):
+                here = is_wanted((number, *path), x), name((number, *path))
+                there = seen.setdefault(id(x), here)
+                if here[0] != there[0]:
+                    yes, no = (here[1], there[1]) if here[0] else (there[1], here[1])
+                    raise ValueError(
+                        f"{fn}: {yes} is differentiated, {no} is the same variable and is not. "
+                        "Differentiate both (argnums, nnx.DiffState), or nnx.clone one of them."
+                    )
+
+    filters = [lambda path, x, match=match: match(path[1:], x) for match, _ in state]
+    graphdef, params, *others = nnx.split(nodes, is_wanted, *filters, ..., graph=True)
+    params = numbers_to_arrays(params)
+    flat = [[(name(path), path, x) for path, x in nnx.to_flat_state(part)] for part in others]
+    rest = {name: x for part in flat for name, _, x in part}
+    for number, part in enumerate(flat[:-1]):
+        if not part:
+            types = sorted({type(x).__name__ for x in rest.values()})
+            raise ValueError(
+                f"{fn}: the filter of state[{number}] matches no state that is not differentiated; "
+                f"there is {', '.join(types) or 'none'}."
+            )
+    layout = _Layout(
+        treedef=treedef,
+        nodes=at,
+        graphdef=graphdef,
+        params=jax.tree.structure(params),
+        param_names=tuple((name(path), path) for path, _ in nnx.to_flat_state(params)),
+        rest=tuple((name, path) for part in flat for name, path, _ in part),
+        keys=frozenset(name for name, x in rest.items() if isinstance(x, nnx.RngKey)),
+        frozen=frozenset(name for name, x in rest.items() if isinstance(x, nnx.Param)),
+        combined=tuple(tuple(name for name, _, _ in part) for part in flat[:-1]),
+    )
+    filled = [leaf for _, leaf in leaves]
+    for number, index in enumerate(at):
+        filled[index] = params.get(number, nnx.State({}))
+    args, kwargs = jax.tree.unflatten(treedef, filled)
+    return nodes, (args, kwargs, numbers_to_arrays(rest), layout)
+
+
+class _Moves(Exception):
+    """The state that `f` changes is another than expected."""
+
+    def __init__(self, names: frozenset[str]):
+        self.names = names
+
+
+class _Microbatch:
+    """`f` as a pure function: `(*args, moving state, other state) -> (loss, _Output)`.
+
+    Attributes:
+      moving: the names of the variables that move on from microbatch to microbatch. The others are
+        neither carried by the loop nor averaged over devices.
+    """
+
+    def __init__(self, fn: str, f: Any, has_aux: bool, aux: Any, layout: _Layout, axes: DataAxes):
+        self.fn, self.f, self.has_aux, self.aux = fn, f, has_aux, aux
+        self.layout, self.axes = layout, axes
+        combined = frozenset(name for part in layout.combined for name in part)
+        self.fixed = combined | (layout.keys if axes.names else frozenset())
+        paths = dict(layout.rest)
+        self.moving = frozenset(paths) - self.fixed - layout.frozen - layout.keys
+        self.is_known = False
+
+    def expect(self, moving: frozenset[str]) -> None:
+        """Sets what moves, after a trace has shown it."""
+        self.moving, self.is_known = self.moving | moving if self.is_known else moving, True
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        *args, moving, still = inputs
+        rest = {**moving, **still}
+        if self.axes.names:
+            index = self.axes.index
+            folded = {name: rest[name] for name in self.layout.keys}
+            rest |= jax.tree.map(lambda key: _fold_in(key, index), folded)
+        inputs = hide((tuple(args), kwargs, rest))
+        closed, struct = jax.make_jaxpr(lambda x: hide(self._run(*show(x))), return_shape=True)(
+            inputs
+        )
+        self._check_moves(inputs, struct, _passed_on(closed.jaxpr))
+        flat = jaxpr_as_fun(closed)(*jax.tree.leaves(inputs))
+        (loss, aux), _, rest = show(jax.tree.unflatten(jax.tree.structure(struct), flat))
+        return loss, _Output(
+            aux=aux,
+            state=[{name: rest[name] for name in part} for part in self.layout.combined],
+            counts=jnp.array(True) if self.layout.combined else None,
+            moving={name: rest[name] for name in self.moving},
+        )
+
+    def _run(self, args: Any, kwargs: Any, rest: Any) -> Any:
+        """Puts the modules together, calls `f` and takes them apart again."""
+        layout = self.layout
+        leaves = layout.treedef.flatten_up_to((args, kwargs))
+        params = jax.tree.leaves([leaves[index] for index in layout.nodes])
+        states = (
+            jax.tree.unflatten(layout.params, params),
+            nnx.from_flat_state({path: rest[name] for name, path in layout.rest}),
+        )
+        before = jax.tree.structure(states)
+        nodes = nnx.merge(layout.graphdef, *states)
+        for index, node in zip(layout.nodes, nodes, strict=True):
+            leaves[index] = node
+        args, kwargs = jax.tree.unflatten(layout.treedef, leaves)
+        output = self.f(*args, **kwargs)
+        if not self.has_aux:
+            output = output, None
+        elif not (isinstance(output, tuple) and len(output) == 2):
+            raise TypeError(
+                f"{self.fn}: with has_aux=True the function must return (loss, aux), got "
+                f"{jax.tree.structure(output)}."
+            )
+        graphdef, new = nnx.split(nodes, graph=True)
+        flat = dict(nnx.to_flat_state(new))
+        self._check_structure(graphdef, flat)
+        states = (
+            nnx.from_flat_state({path: flat[path] for _, path in layout.param_names}),
+            nnx.from_flat_state({path: flat[path] for _, path in layout.rest}),
+        )
+        if jax.tree.structure(states) != before:
+            raise ValueError(self._changed("the metadata of a variable"))
+        output, (params, rest_state) = numbers_to_arrays((output, states))
+        self._check_aux(output[1])
+        flat = dict(nnx.to_flat_state(rest_state))
+        return output, jax.tree.leaves(params), {name: flat[path] for name, path in layout.rest}
+
+    def _check_aux(self, aux: Any) -> None:
+        if self.has_aux:
+            broadcast_prefix(self.fn, "aux", self.aux, aux, is_reducer, "the auxiliary output")
+
+    def _check_structure(self, graphdef: Any, new: dict[Any, Any]) -> None:
+        layout = self.layout
+        old = {path: name for name, path in (*layout.param_names, *layout.rest)}
+        what = [f"without {name}" for path, name in old.items() if path not in new]
+        what += ["with a new " + ".".join(map(str, p[1:])) for p in new if p not in old]
+        if what or graphdef != layout.graphdef:
+            raise ValueError(self._changed(", ".join(what) or "an attribute that is no array"))
+
+    def _changed(self, what: str) -> str:
+        return (
+            f"{self.fn}: the function changes the structure of its modules ({what}), but all "
+            "microbatches run as one loop. Make that change before, or undo it inside the function "
+            "(nnx.pop takes out what nnx.Module.sow put in)."
+        )
+
+    def _check_moves(self, inputs: Any, struct: Any, sources: list[int]) -> None:
+        """Raises where state changes that is not expected to, or the wrong way."""
+        layout = self.layout
+        numbered = jax.tree.unflatten(
+            jax.tree.structure(inputs), range(len(jax.tree.leaves(inputs)))
+        )
+        args, kwargs, before = numbered
+        _, params, after = jax.tree.unflatten(jax.tree.structure(struct), sources)
+        leaves = layout.treedef.flatten_up_to((args, kwargs))
+        old = jax.tree.leaves([leaves[index] for index in layout.nodes])
+        if params != old:
+            (name, *_) = [
+                name
+                for name, new, given in zip(self._names_of_params(), params, old, strict=True)
+                if new != given
+            ]
+            raise ValueError(
+                f"{self.fn}: the function assigns to {name}, which is differentiated. Assign to a "
+                "variable of another type, or leave this one out of the gradient with "
+                "nnx.DiffState(argnum, filter)."
+            )
+        *_, types = inputs
+        names = {
+            name for name in before if jax.tree.leaves(after[name]) != jax.tree.leaves(before[name])
+        }
+        for name in names:
+            for new, given in zip(
+                jax.tree.leaves(struct[2][name]), jax.tree.leaves(types[name]), strict=True
+            ):
+                if (new.shape, new.dtype) != (given.shape, given.dtype):
+                    raise ValueError(
+                        f"{self.fn}: {name} must keep its type {given.dtype}{list(given.shape)} "
+                        f"from microbatch to microbatch, got {new.dtype}{list(new.shape)}."
+                    )
+        names = frozenset(names) - self.fixed
+        if not names <= self.moving or (not self.is_known and names != self.moving):
+            raise _Moves(names)
+
+    def _names_of_params(self) -> list[str]:
+        """A name for each array of the differentiated state."""
+        states = jax.tree.unflatten(self.layout.params, range(self.layout.params.num_leaves))
+        flat = dict(nnx.to_flat_state(states))
+        return [name for name, path in self.layout.param_names for _ in jax.tree.leaves(flat[path])]
+
+
+def _fold_in(key: Any, index: Any) -> Any:
+    """A key, or an array of keys one by one, folded with the device index."""
+    function = jax.random.fold_in
+    for _ in range(key.ndim):
+        function = jax.vmap(function, (0, None))
+    return function(key, index)
+
+
+# --- which results of a function are its arguments, unchanged ------------------------------------
+
+
+def _passed_on(jaxpr: Any) -> list[int]:
+    """For each result the number of the argument that it is, -1 where it is computed.
+
+    Modules that go through `nnx.jit`, `nnx.remat` or a loop come back in new arrays, changed or
+    not.
+    """
+    source = {variable: number for number, variable in enumerate(jaxpr.invars)}
+
+    def find(variable: Any) -> int:
+        return -1 if isinstance(variable, Literal) else source.get(variable, -1)
+
+    for equation in jaxpr.eqns:
+        each = zip(equation.outvars, _operands(equation), strict=True)
+        source |= {out: find(equation.invars[n]) for out, n in each if n >= 0}
+    return [find(variable) for variable in jaxpr.outvars]
+
+
+def _operands(equation: Any) -> list[int]:
+    """For each result of an equation the number of the operand that it is, or -1."""
+    name, params = equation.primitive.name, equation.params
+    inner = params.get("jaxpr", params.get("call_jaxpr"))
+    if name in ("jit", "remat2", "checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call"):
+        return _passed_on(_open(inner))
+    if name == "scan":
+        first, carries = params["num_consts"], params["num_carry"]
+        found = _passed_on(_open(inner))
+        # a carry stays where it is, a row of xs becomes a row of ys
+        return [
+            n if n == first + i or (i >= carries and n >= first + carries) else -1
+            for i, n in enumerate(found)
+        ]
+    if name == "while":
+        first = params["body_nconsts"]
+        found = _passed_on(_open(params["body_jaxpr"]))
+        return [params["cond_nconsts"] + n if n == first + i else -1 for i, n in enumerate(found)]
+    if name == "cond":
+        branches = zip(*(_passed_on(_open(branch)) for branch in params["branches"]), strict=True)
+        return [ns[0] + 1 if len(set(ns)) == 1 and ns[0] >= 0 else -1 for ns in branches]
+    return [-1] * len(equation.outvars)
+
+
+def _open(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def _check_unbound(fn: str, f: Any) -> None:
+    bound = f
+    while isinstance(bound, functools.partial):
+        bound = bound.func
+    if isinstance(owner := getattr(bound, "__self__", bound), nnx.Pytree):
+        raise TypeError(
+            f"{fn}: the function is bound to a {type(owner).__name__}, which would not be an "
+            "argument. Pass a function of the module, such as lambda model, batch: ..."
+        )
+
+
+def _check_filters(fn: str, argnums: Any) -> list[tuple[int, Callable[..., bool]]]:
+    """The positions of the differentiated arguments, each with what is differentiated in it."""
+    several = isinstance(argnums, (tuple, list))
+    given = list(argnums) if several else [argnums]
+    states = [isinstance(x, nnx.DiffState) for x in given]
+    numbers = tuple(x.argnum if isinstance(x, nnx.DiffState) else x for x in given)
+    numbers = check_argnums(fn, "argnums", numbers if several else numbers[0])
+    filters = [x.filter if state else nnx.Param for x, state in zip(given, states, strict=True)]
+    return [(number, nnx.All(filter)) for number, filter in zip(numbers, filters, strict=True)]
+
+
+def _check_state(fn: str, state: Any) -> list[tuple[Callable[..., bool], str]]:
+    checked = []
+    for number, pair in enumerate(state):
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+            raise ValueError(
+                f"{fn}: state[{number}] must be a pair of an nnx filter and a reducer, as in "
+                f'state=[(nnx.BatchStat, "mean")], got {pair!r}.'
+            )
+        check_choice(fn, f"the reducer of state[{number}]", pair[1], ("max", "min", "mean", "sum"))
+        checked.append((nnx.All(pair[0]), pair[1]))
+    return checked
+
+
+def _check_no_nodes(
+    fn: str, argument: Callable[[int], str], role: str, at: tuple[int, ...], args: Any
+) -> None:
+    for position in at:
+        for path, x in jax.tree_util.tree_leaves_with_path(args[position], is_leaf=_is_node):
+            if _is_node(x):
+                raise TypeError(
+                    f"{fn}: {leaf_name(argument(position), path)} is in {role}, but is an nnx "
+                    f"{type(x).__name__}. Pass arrays there, and modules and streams in other "
+                    "arguments: they move on by themselves."
+                )
+
+
+def _by_position(f: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Keyword arguments of `f` at their positions, where they have one."""
+    if kwargs:
+        with contextlib.suppress(ValueError):  # no signature
+            bound = inspect.signature(f).bind(*args, **kwargs)
+            return bound.args, bound.kwargs
+    return args, kwargs
