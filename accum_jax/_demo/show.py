@@ -78,7 +78,7 @@ def table(comparison: dict[str, Any]) -> Table:
     for heading in (
         "test accuracy",
         "first update off by",
-        "parameters off by",
+        "in the end off by",
         "memory",
         "median update",
         "optimizer updates",

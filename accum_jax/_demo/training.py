@@ -13,8 +13,8 @@ import numpy as np
 import optax
 
 import accum_jax
+from accum_jax import multi_steps
 from accum_jax._demo.task import Batch, Task
-from accum_jax._multi_steps import multi_steps
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Way:
     """
 
     grad_fn: Callable[..., Any]
-    tx: optax.GradientTransformationExtraArgs
+    tx: optax.GradientTransformation
     calls: int = 1
     weight: Callable[[Batch], jax.Array] | None = None
 
