@@ -75,11 +75,20 @@ class LinenTransformer(nn.Module):
         return embed.attend(h)
 
 
+def attention(query, key, value, mask, **_):
+    """NNX's own takes its softmax in float32, whatever the dtype of its inputs."""
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+    weights = jax.nn.softmax(jnp.where(mask, logits, -1e30))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
 class NnxTransformer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(3, 8, rngs=rngs)
+        self.embed = nnx.Embed(3, 8, dtype=jnp.result_type(float), rngs=rngs)
         self.before = nnx.LayerNorm(8, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            2, 8, decode=False, attention_fn=attention, rngs=rngs
+        )
         self.after = nnx.LayerNorm(8, rngs=rngs)
         self.mlp = nnx.Linear(8, 8, rngs=rngs)
 

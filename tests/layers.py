@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -67,3 +68,8 @@ def layered_problem(
     }
     cast = {**batch, "x": jnp.asarray(batch["x"], dtype), "y": jnp.asarray(batch["y"], dtype)}
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), params), jax.tree.map(jnp.asarray, cast)
+
+
+def label(value) -> str:
+    """The id of a parametrised test: the same in every process, functions by their names."""
+    return re.sub(r"<function (\S+) at 0x[0-9a-f]+>", r"\1", str(value))

@@ -19,7 +19,7 @@ from helpers import (
     num_equations,
     temp_bytes,
 )
-from layers import assert_close, layered, layered_problem, uses_in_place
+from layers import assert_close, label, layered, layered_problem, uses_in_place
 
 import accum_jax
 from accum_jax import accumulated_loss, thread
@@ -67,7 +67,7 @@ def _tokens(batch):
         dict(num_real_microbatches=2),
         dict(nonfinite="skip"),
     ],
-    ids=str,
+    ids=label,
 )
 def test_gradient_is_that_of_value_and_grad(run, options):
     problem = _fit_problem(12)
@@ -84,7 +84,7 @@ def test_gradient_of_the_whole_batch(run):
     assert_close(actual, jax.value_and_grad(layered)(*problem), 1e-5)
 
 
-@pytest.mark.parametrize("argnums", [0, 2, -1, (0, 2), (2, 0)], ids=str)
+@pytest.mark.parametrize("argnums", [0, 2, -1, (0, 2), (2, 0)], ids=label)
 def test_gradients_of_several_arguments(run, argnums):
     def loss(params, batch, shift):
         return _fit(params, batch) * shift["a"]
@@ -209,7 +209,7 @@ def test_integer_arguments_before_the_differentiated_one():
 # Under other transformations
 
 
-@pytest.mark.parametrize("options", [{}, dict(weight=jnp.sum)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(weight=jnp.sum)], ids=label)
 def test_vmap(run, options):
     loss = accumulated_loss(_square, 4, **options)
     ws = jnp.arange(3.0)
@@ -323,7 +323,7 @@ def _refuses(error, *fragments):
     return pytest.raises(error, match="(?s)^accumulated_loss: .*" + ".*".join(fragments))
 
 
-@pytest.mark.parametrize("options", [{}, dict(batch_argnums=-1)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(batch_argnums=-1)], ids=label)
 def test_the_batch_has_no_derivative(run, options):
     loss = accumulated_loss(_square, 4, **options)
     with _refuses(TypeError, "batch", "batch_argnums", "accumulate"):
@@ -406,7 +406,7 @@ def test_values_that_are_closed_over(run):
         (TypeError, dict(batch_argnums=1, key_argnums=1), ("batch", "key_argnums")),
         ((TypeError, ValueError), dict(reduction="max"), ("reduction", "max")),
     ],
-    ids=str,
+    ids=label,
 )
 def test_static_arguments_are_checked_when_built(error, options, fragments):
     with _refuses(error, *fragments):
@@ -420,7 +420,7 @@ def test_unknown_keywords():
 
 
 @pytest.mark.parametrize(
-    "output", [lambda w, b: w * b, lambda w, b: jnp.int32(1), lambda w, b: None], ids=str
+    "output", [lambda w, b: w * b, lambda w, b: jnp.int32(1), lambda w, b: None], ids=label
 )
 def test_losses_that_are_no_scalar(run, output):
     with _refuses(TypeError, "loss"):

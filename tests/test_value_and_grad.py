@@ -28,7 +28,7 @@ from helpers import (
     temp_bytes,
     weighted_mean,
 )
-from layers import assert_close, layered, layered_problem, masked, uses_in_place
+from layers import assert_close, label, layered, layered_problem, masked, uses_in_place
 
 import accum_jax
 from accum_jax import thread
@@ -90,7 +90,7 @@ _SHIFT = {"a": jnp.float32(1.5), "b": jnp.float32(-2)}
         ("grad", (0, -1), False),
         ("grad", (-1,), True),
     ],
-    ids=str,
+    ids=label,
 )
 def test_result_is_that_of_jax(name, argnums, has_aux):
     loss = _three_with_aux if has_aux else _three
@@ -118,7 +118,7 @@ def test_result_is_that_of_jax(name, argnums, has_aux):
         {"a": 1.0, "n": None, "e": {}},
         [jnp.ones(2), (jnp.ones((2, 2)), None)],
     ],
-    ids=repr,
+    ids=label,
 )
 @pytest.mark.parametrize("in_place", [None, False])
 def test_parameters_of_every_kind(params, in_place):
@@ -405,7 +405,7 @@ def test_batch_axes(run, in_place):
 
 
 @_WAYS
-@pytest.mark.parametrize("options", [{}, dict(weight=lambda b: jnp.sum(b > 0))], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(weight=lambda b: jnp.sum(b > 0))], ids=label)
 def test_number_of_real_microbatches_is_traced(in_place, options):
     counted = Counted(linear)
 
@@ -485,7 +485,7 @@ def test_skipped_microbatches(run, where):
 
 
 @_WAYS
-@pytest.mark.parametrize("options", [{}, dict(weight=_tokens), dict(reduction="sum")], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(weight=_tokens), dict(reduction="sum")], ids=label)
 def test_loss_scale_is_on_the_gradient_alone(run, in_place, options):
     problem = _fit_problem(12)
     options = dict(k=4, in_place=in_place, **options)
@@ -719,7 +719,7 @@ def test_one_array_in_two_places(run):
         (dict(nonfinite="skip"), False),
         (dict(stats="norms"), False),
     ],
-    ids=str,
+    ids=label,
 )
 def test_which_way_is_chosen(options, in_place):
     problem = layered_problem(8)
@@ -749,7 +749,7 @@ def _square(w, batch):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(weight=jnp.sum), dict(k=3, remainder="tail")], ids=str
+    "options", [{}, dict(weight=jnp.sum), dict(k=3, remainder="tail")], ids=label
 )
 def test_vmap(run, options):
     options = {"k": 4, **options}
@@ -767,7 +767,7 @@ def test_vmap(run, options):
         assert_close(run(mapped)(*args), stacked, 1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, dict(weight=jnp.sum, in_place=False)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(weight=jnp.sum, in_place=False)], ids=label)
 def test_vmap_of_a_jitted_function(options):
     fn = accum_jax.value_and_grad(_square, k=4, **options)
     actual = jax.vmap(jax.jit(fn), (0, None))(jnp.array([1.0, 2.0]), _BATCH)
@@ -881,7 +881,7 @@ def _refuses(error, *fragments):
         (dict(nonfinite="skip"), ('nonfinite="skip"', "dynamic_loss_scale", "in_place=None")),
         (dict(stats="norms"), ('stats="norms"', 'stats="counts"', "in_place=None")),
     ],
-    ids=str,
+    ids=label,
 )
 def test_in_place_is_refused_when_built(options, fragments):
     with _refuses(ValueError, "in_place=True", *fragments):
@@ -896,7 +896,7 @@ def test_in_place_is_refused_when_built(options, fragments):
         (jnp.complex64, {}, ("complex64", "in_place=None")),
         (jnp.float32, dict(accumulator_dtype=jnp.bfloat16), ("accumulator_dtype",)),
     ],
-    ids=str,
+    ids=label,
 )
 def test_in_place_is_refused_for_dtypes(run, dtype, options, fragments):
     def loss(w, batch):
@@ -956,7 +956,7 @@ def test_in_place_is_refused_where_weights_would_be_rounded():
         (TypeError, dict(k=None), ("k", "microbatch_size")),
         (TypeError, dict(weight=jnp.sum, weight_from_output=jnp.sum), ("weight", "not both")),
     ],
-    ids=str,
+    ids=label,
 )
 def test_static_arguments_are_checked_when_built(error, options, fragments):
     with _refuses(error, *fragments):
@@ -976,7 +976,7 @@ def test_keywords_of_accumulate_that_have_no_meaning_here():
         (ValueError, dict(argnums=5), ("argnums", "5", "2")),
         (ValueError, dict(k=3), ("k=3", "8", "batch", "1, 2, 4, 8", "tail")),
     ],
-    ids=str,
+    ids=label,
 )
 def test_arguments_are_checked_when_traced(run, error, options, fragments):
     with _refuses(error, *fragments):
@@ -992,7 +992,7 @@ def test_arguments_are_checked_when_traced(run, error, options, fragments):
         ("text", (r"params\['a'\]", "'text'", "str", "another argument")),
         (jax.random.key(0), (r"params\['a'\]", "key", "another argument")),
     ],
-    ids=repr,
+    ids=label,
 )
 def test_leaves_that_cannot_be_differentiated(leaf, fragments):
     def loss(params, batch):
@@ -1053,7 +1053,7 @@ def test_grad_names_itself():
 
 
 @_WAYS
-@pytest.mark.parametrize("options", [{}, dict(weight=_tokens), dict(loss_scale=2.0)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(weight=_tokens), dict(loss_scale=2.0)], ids=label)
 def test_the_loss_is_traced_once(run, in_place, options):
     counted = Counted(_fit)
     fn = run(accum_jax.value_and_grad(counted, k=3, in_place=in_place, **options))
@@ -1077,7 +1077,7 @@ def test_second_eager_call_compiles_nothing(in_place):
 
 
 @_WAYS
-@pytest.mark.parametrize("options", [{}, dict(weight=_tokens)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(weight=_tokens)], ids=label)
 def test_program_size_is_independent_of_k(in_place, options):
     sizes = []
     for k in (2, 64):
@@ -1145,7 +1145,7 @@ def test_work_is_that_of_the_scan():
 
 
 @_WAYS
-@pytest.mark.parametrize("tokens", [[1, 3], [2, 2]], ids=str)
+@pytest.mark.parametrize("tokens", [[1, 3], [2, 2]], ids=label)
 def test_fault_mean_of_means(run, in_place, tokens):
     grads, mask = np.zeros((2, 3), np.float32), np.zeros((2, 3), np.float32)
     flat = iter([6, 2, 2, 2])
