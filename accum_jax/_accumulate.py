@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, get_type_hints
 
-from ._errors import check_argnums, check_choice, check_real_scalar
+from ._errors import check_argnums, check_choice, check_keywords, check_real_scalar
 from ._options import Options
 from ._reduce import check_reduce
 from ._trace import compile_once
@@ -71,7 +71,8 @@ def accumulate(
         - `"last"`, `"max"`, `"min"`;
         - `thread(argnum)`: state that the next microbatch gets as argument `argnum`;
         - an object with `init(struct)`, `update(carry, value, index)` and `finalize(carry)`, such
-          as `optax.microbatching.Accumulator`, that gets its whole part of the output.
+          as `optax.microbatching.Accumulator`, that gets its whole part of the output, of every
+          microbatch.
 
         None, float0 and leaves that are no numbers pass through.
       weight: `weight(*batch_args)` of one microbatch, a real, non-negative scalar: the number of
@@ -80,10 +81,10 @@ def accumulate(
       weight_from_output: the same, of `grad_fn`'s output for one microbatch.
       accumulator_dtype: float dtype of the sums; None is float32, or the leaf's own where that is
         wider, and its complex counterpart for complex leaves. Integers and booleans are summed as
-        integers.
+        integers; sums of booleans, and of integers narrower than 32 bits, come out with 32.
       output_dtype: None gives results in the dtypes of `grad_fn`'s, `"accumulator"` hands on the
         sums unrounded (scaled float16 gradients must not be rounded before they are unscaled), a
-        dtype is taken as it is.
+        dtype is taken as it is. It speaks of float sums and means; other results keep their dtype.
       stacked: True for a batch whose leaves are [k, m, ...] already; microbatch i is `leaf[i]`.
         `batch_axes` then speaks of `leaf[i]`.
       remainder: what happens where k does not divide the batch of B rows. `"error"` says which k
@@ -119,7 +120,8 @@ def accumulate(
       A function of the same arguments. Structure, shapes and dtypes of its result are those of
       `grad_fn` on the whole batch, for mean, sum and concat. It runs under `jax.jit`, `jax.vmap`
       and differentiation; called outside of them, it is compiled once for each structure and types
-      of its arguments, and what `grad_fn` closes over is read then, as under `jax.jit`.
+      of its arguments and each value of those that are no arrays, and what `grad_fn` closes over is
+      read then, as under `jax.jit`.
 
     Raises:
       TypeError: when built: an argument of the wrong type, both or neither of `k` and
@@ -377,6 +379,7 @@ def grad(
       >>> print(accum_jax.grad(lambda w, x: jnp.mean(w * x), k=2)(1.0, jnp.arange(4.0)))
       1.5
     """
+    check_keywords("grad", keywords, get_type_hints(Keywords))
     run = _differentiate("grad", loss_fn, argnums, has_aux, **keywords)
 
     def without_value(args, kwargs):

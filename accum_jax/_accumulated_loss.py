@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any, Unpack, get_type_hints
 
 import jax
 from jax.custom_derivatives import SymbolicZero
 
 from ._accumulate import LossKeywords, check_loss
+from ._errors import check_keywords
 from ._reduce import check_reduce, scale
 from ._trace import compile_once, hide, is_hidden, show
 from ._window import check_value, run_window
@@ -34,7 +35,10 @@ def accumulated_loss(
     Cost: undifferentiated, one forward pass. Differentiated, one forward and one backward pass, all
     of it in the forward pass, with the memory of `value_and_grad`.
 
-    First derivatives only, in reverse mode, with respect to float arguments passed by position that
+    Under `jax.vmap` of a jitted function weights need `in_place=False`, as in `value_and_grad`.
+
+    First derivatives only, in reverse mode (forward mode is jax's own error about `custom_vjp`),
+    with respect to float arguments passed by position that
     are neither batch nor threaded state; anything else is an error. A factor on the loss, such as
     `DynamicScale`'s, reaches the gradient after the backward pass and comes too late against
     float16 underflow: give `loss_scale=` for that.
@@ -62,7 +66,13 @@ def accumulated_loss(
       7.0
     """
     fn = "accumulated_loss"
+    check_keywords(fn, keywords, get_type_hints(LossKeywords))
     options, reduce, gradient = check_loss(fn, loss_fn, has_aux, k=k, **keywords)
+    if options.stats == "norms":
+        raise ValueError(
+            f'{fn}: stats="norms" measures a gradient, and the loss alone has none. Use '
+            'accum_jax.value_and_grad, or stats="counts".'
+        )
     gradient = dataclasses.replace(gradient, allow_int=True, output_dtype="accumulator")
     threads = check_reduce(fn, "reduce", reduce)
     options.arguments.roles(options.roles(threads))
@@ -102,8 +112,8 @@ def accumulated_loss(
                 if position in roles:
                     raise TypeError(
                         f"{fn}: argument {options.arguments.name(position)} is differentiated, but "
-                        f"is in {roles[position]}. Only unbatched arguments have a derivative; use "
-                        'accum_jax.accumulate(..., reduce="concat") for one of each row.'
+                        f"is in {roles[position]}. Only unbatched arguments have a derivative: "
+                        "differentiate the loss of the whole batch with respect to this one."
                     )
                 argnums.append(position)
                 leaves.append(perturbed)

@@ -20,22 +20,36 @@ def check_callable(fn: str, argument: str, value: Any) -> None:
 
 def check_int(fn: str, argument: str, value: Any, meaning: str, minimum: int = 1) -> int:
     """Returns `value` as a Python int; refuses booleans, floats, arrays and too small numbers."""
-    if isinstance(value, (bool, jax.Array)) or not hasattr(value, "__index__"):
+    refused = (bool, np.bool_, jax.Array, np.ndarray)
+    if isinstance(value, refused) or not hasattr(value, "__index__"):
         raise TypeError(
             f"{fn}: {argument} must be a Python int ({meaning}), got {value!r} of type "
             f"{_type(value)}."
         )
     value = operator.index(value)
     if value < minimum:
-        raise ValueError(f"{fn}: {argument} must be at least {minimum} ({meaning}), got {value}.")
+        raise ValueError(
+            f"{fn}: {argument} must be at least {minimum} ({meaning}), got {value}. Use {minimum} "
+            "or more."
+        )
     return value
 
 
 def check_choice(fn: str, argument: str, value: Any, choices: Collection[Any]) -> None:
     if not any(type(value) is type(c) and value == c for c in choices):
-        raise ValueError(
+        error = ValueError if type(value) in map(type, choices) else TypeError
+        raise error(
             f"{fn}: {argument} must be one of {', '.join(map(repr, choices))}, got {value!r}."
         )
+
+
+def check_keywords(fn: str, keywords: Collection[str], known: Collection[str]) -> None:
+    for name in keywords:
+        if name not in known:
+            raise TypeError(
+                f"{fn}() got an unexpected keyword argument {name!r}. Known: "
+                f"{', '.join(sorted(known))}."
+            )
 
 
 def check_exactly_one(fn: str, first: str, second: str, values: tuple[Any, Any]) -> None:
@@ -96,7 +110,8 @@ def check_real_scalar(fn: str, argument: str, value: Any) -> None:
         jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     ):
         raise TypeError(
-            f"{fn}: {argument} must be a real scalar, got {value!r} of type {_type(value)}."
+            f"{fn}: {argument} must be a real scalar, got {value!r} of type {_type(value)}. Use a "
+            "Python number or an array of shape ()."
         )
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from ._split import is_array
 
 
 def available() -> bool:
@@ -61,20 +62,23 @@ def _with_strides(x: Any) -> Any:
     return x.replace(eqns=eqns)
 
 
-def new_accumulators(zeros: list[jax.Array], read: list[Any]) -> list[Any]:
-    """Mutable arrays for a loop that reads the arrays among `read`.
+def new_accumulators(zeros: list[jax.Array], params: list[jax.Array], read: list[Any]) -> list[Any]:
+    """Mutable arrays for the gradients of `params` in a loop that reads the arrays among `read`.
 
     The zeros are made to depend on all that the loop depends on. Otherwise jax, differentiating a
     `lax.scan` around the loop, takes the new accumulators for invariants of that scan, hoists them
-    out of it, leaves the additions inside, and reads zeros.
+    out of it, leaves the additions inside, and reads zeros. They are made of the parameters, too:
+    `jax.checkpoint` refuses accumulators that no differentiated value went into. Neither costs
+    anything in the compiled program.
     """
     arrays = [
         jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
         for x in read
-        if isinstance(x, (jax.Array, np.ndarray)) and x.dtype != jax.dtypes.float0
+        if is_array(x) and x.dtype != jax.dtypes.float0
     ]
     zeros, _ = lax.optimization_barrier((zeros, arrays))
-    return [jax.new_ref(x) for x in zeros]
+    each = zip(params, zeros, strict=True)
+    return [jax.new_ref(jnp.where(False, param, zero)) for param, zero in each]
 
 
 def add_gradient(pull: Callable[..., Any], cotangent: jax.Array, accumulators: list[Any]) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections import OrderedDict
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
-from ._errors import check_int
+from ._errors import check_int, check_real_scalar
 from ._opt_state import LossScaleState, MultiStepsState, find_state, find_states
 from ._reduce import divide, wide_dtype
+from ._trace import numbers_to_arrays
 from ._wrap import (
     all_finite,
     check_transformation,
@@ -113,6 +116,7 @@ def dynamic_loss_scale(
         grads: Any, state: LossScaleState, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaleState]:
         assert state.good_steps is not None and state.num_skipped is not None
+        grads = numbers_to_arrays(grads)
         run, hold = make_outcomes(
             name, tx, grads, state.inner_state, params, extra, fall_back=False
         )
@@ -165,8 +169,9 @@ def static_loss_scale(
     """
     name = "static_loss_scale"
     tx = check_transformation(name, tx)
-    if not isinstance(scale, jax.Array):
-        scale = _check_number(name, "scale", scale, above=0.0)
+    check_real_scalar(name, "scale", scale)
+    if not isinstance(scale, Tracer):
+        scale = _check_number(name, "scale", float(scale), above=0.0)
 
     def init(params: Any) -> LossScaleState:
         return LossScaleState(jnp.asarray(scale, jnp.float32), None, None, init_inner(tx, params))
@@ -174,6 +179,7 @@ def static_loss_scale(
     def update(
         grads: Any, state: LossScaleState, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaleState]:
+        grads = numbers_to_arrays(grads)
         run, _ = make_outcomes(name, tx, grads, state.inner_state, params, extra, fall_back=False)
         updates, inner = run(_unscale(grads, state.scale))
         return updates, state._replace(inner_state=inner)
@@ -215,9 +221,17 @@ def skipped_update(before: Any, after: Any) -> jax.Array:
     """Whether a `dynamic_loss_scale` that gave the updates skipped them.
 
     Of a chain the last transformation decides: what follows a skip may still change parameters.
+    Wrappers around one transformation (masked, inject_hyperparams) are looked through.
     """
-    while type(before) is tuple and before:
-        before, after = before[-1], after[-1]
+    while not isinstance(before, LossScaleState):
+        if type(before) is tuple and before:
+            before, after = before[-1], after[-1]
+        elif isinstance(before, OrderedDict) and before:  # optax.named_chain
+            before, after = list(before.values())[-1], list(after.values())[-1]
+        elif hasattr(before, "inner_state"):
+            before, after = before.inner_state, after.inner_state
+        else:
+            break
     if isinstance(before, LossScaleState) and is_dynamic(before):
         return after.num_skipped != before.num_skipped
     return jnp.bool_(False)

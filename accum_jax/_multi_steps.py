@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 
@@ -23,6 +24,8 @@ from ._loss_scale import is_dynamic, skipped_update
 from ._opt_state import LossScaleState, MultiStepsState, find_state, find_states
 from ._opt_state import made_update as _made_update
 from ._reduce import divide, scale, wide_dtype
+from ._split import is_array
+from ._trace import SCALARS, numbers_to_arrays
 from ._wrap import (
     all_finite,
     check_transformation,
@@ -142,6 +145,12 @@ def multi_steps(
         flush: Any = False,
         **extra: Any,
     ) -> tuple[Any, MultiStepsState]:
+        if not isinstance(state, MultiStepsState):
+            raise TypeError(
+                f"multi_steps: update takes a MultiStepsState, got {type(state).__name__}. Pass "
+                "what init or the last update returned; from_optax_multi_steps converts Optax's."
+            )
+        grads = numbers_to_arrays(grads)
         _check_grads(grads, state.acc_grads)
         weight = _check_weight(weight, state.total_weight.dtype)
         flush = _check_flush(flush)
@@ -375,10 +384,15 @@ def _check_k(k: Any) -> Callable[[jax.Array], Any]:
     step = jax.ShapeDtypeStruct((), jnp.int32)
     try:
         out = jax.eval_shape(k, step)
-    except jax.errors.ConcretizationTypeError as error:
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as error:
         raise TypeError(
             "multi_steps: the schedule k needs the value of the update step, which is traced. "
             "Write it with jnp.where or jnp.select."
+        ) from error
+    except TypeError as error:
+        raise TypeError(
+            "multi_steps: the schedule k must take the update step and return one integer, but "
+            f"failed: {error}."
         ) from error
     dtype, shape = getattr(out, "dtype", None), getattr(out, "shape", None)
     if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.integer):
@@ -389,14 +403,23 @@ def _check_k(k: Any) -> Callable[[jax.Array], Any]:
     first: Any = k(jnp.int32(0))
     if not isinstance(first, Tracer) and first < 1:
         raise ValueError(
-            f"multi_steps: the schedule k must be at least 1, got {int(first)} at update step 0."
+            f"multi_steps: the schedule k must be at least 1, got {int(first)} at update step 0. "
+            "A window has at least one microbatch."
         )
     return k
 
 
 def _check_weight(weight: Any, dtype: Any) -> jax.Array:
     if isinstance(weight, numbers.Real) and float(weight) < 0:
-        raise ValueError(f"multi_steps: weight must not be negative, got {weight}.")
+        raise ValueError(
+            f"multi_steps: weight must not be negative, got {weight}. Use 0 to leave the "
+            "microbatch out."
+        )
+    if not (is_array(weight) or isinstance(weight, SCALARS)):
+        raise TypeError(
+            f"multi_steps: weight must be a real scalar, got {weight!r} of type "
+            f"{type(weight).__name__}. Use 1.0, or the number of rows or tokens."
+        )
     array = jnp.asarray(weight)
     if array.shape != ():
         raise ValueError(
@@ -409,12 +432,17 @@ def _check_weight(weight: Any, dtype: Any) -> jax.Array:
 
 
 def _check_flush(flush: Any) -> jax.Array:
-    array = jnp.asarray(flush)
-    if array.shape != () or array.dtype != jnp.bool_:
-        raise TypeError(
-            f"multi_steps: flush must be one bool, got {array.dtype} of shape {array.shape}."
-        )
-    return array
+    if isinstance(flush, (bool, np.bool_)) or (
+        is_array(flush) and flush.shape == () and flush.dtype == jnp.bool_
+    ):
+        return jnp.asarray(flush)
+    came = f"{flush!r} of type {type(flush).__name__}"
+    if is_array(flush) or isinstance(flush, SCALARS):
+        came = f"{jnp.result_type(flush)} of shape {jnp.shape(flush)}"
+    raise TypeError(
+        f"multi_steps: flush must be one bool, got {came}. Use True on the last microbatch of an "
+        "epoch."
+    )
 
 
 def _check_grads(grads: Any, acc_grads: Any) -> None:
@@ -424,7 +452,7 @@ def _check_grads(grads: Any, acc_grads: Any) -> None:
     except (TypeError, ValueError) as error:
         raise TypeError(
             "multi_steps: grads do not have the structure of the params given to init: expected "
-            f"{treedef}, got {jax.tree.structure(grads)}."
+            f"{treedef}, got {jax.tree.structure(grads)}. Pass gradients with respect to those."
         ) from error
     for (path, acc), grad in zip(expected, leaves, strict=True):
         if grad is None:
@@ -432,10 +460,17 @@ def _check_grads(grads: Any, acc_grads: Any) -> None:
         name = leaf_name("grads", path)
         if jnp.shape(grad) != acc.shape:
             raise TypeError(
-                f"multi_steps: {name} has shape {jnp.shape(grad)}, its parameter {acc.shape}."
+                f"multi_steps: {name} has shape {jnp.shape(grad)}, its parameter {acc.shape}. Pass "
+                "gradients with respect to the params given to init."
             )
         if grad.dtype == jax.dtypes.float0:
             raise TypeError(
                 f"multi_steps: {name} has no gradient (float0). Put None in its place, or leave "
                 "the integer parameter out with optax.masked."
+            )
+        complex_grad = jnp.issubdtype(grad.dtype, jnp.complexfloating)
+        if complex_grad and not jnp.issubdtype(acc.dtype, jnp.complexfloating):
+            raise TypeError(
+                f"multi_steps: {name} has dtype {grad.dtype}, its accumulator {acc.dtype}. Pass "
+                "the gradient of a real parameter as a real array."
             )

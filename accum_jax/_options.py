@@ -97,6 +97,11 @@ class Options:
                     fn, "microbatch_size", microbatch_size, "rows of a microbatch"
                 )
         batch = check_argnums(fn, "batch_argnums", batch_argnums)
+        if not batch:
+            raise ValueError(
+                f"{fn}: batch_argnums is empty, so there are no rows to split. Name the argument "
+                "that holds the batch."
+            )
         axes = check_batch_axes(fn, batch_axes, several=isinstance(batch_argnums, (tuple, list)))
         if not isinstance(batch_argnums, (tuple, list)):
             axes = (axes,)

@@ -15,7 +15,8 @@ from jax import lax
 
 from ._errors import check_int, leaf_name
 from ._sharding import DataAxes
-from ._split import Split, is_array
+from ._split import Split
+from ._trace import hide, show
 
 
 class Microbatch(NamedTuple):
@@ -95,7 +96,8 @@ class Window(NamedTuple):
     def cast(self, x: jax.Array, dtype: Any) -> jax.Array:
         """A finished sum of values of `dtype`, in the dtype in which it is handed on."""
         dtype = jnp.dtype(dtype)
-        if self.output_dtype == "accumulator" or dtype == jnp.bool_:
+        narrow = not jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize < 4
+        if self.output_dtype == "accumulator" or narrow:  # a sum may not fit a narrow integer
             dtype = wide_dtype(dtype, self.accumulator_dtype)
         elif self.output_dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
             dtype = wide_dtype(dtype, self.output_dtype)
@@ -422,14 +424,15 @@ class Part:
 
     def init(self) -> Any:
         if isinstance(self.reducer, Thread):
-            return self.state
+            return hide(self.state)
         if isinstance(self.reducer, str):
             return [reducer.init() for reducer in self.leafwise]
         return self.reducer.init(self.struct)
 
     def update(self, carry: Any, value: Any, microbatch: Microbatch) -> Any:
         if isinstance(self.reducer, Thread):
-            return jax.tree.map(lambda new, old: select(microbatch.finite, new, old), value, carry)
+            finite = microbatch.finite
+            return jax.tree.map(lambda new, old: select(finite, new, old), hide(value), carry)
         if isinstance(self.reducer, str):
             return [
                 reducer.update(c, x, microbatch)
@@ -451,8 +454,6 @@ class Part:
     def _average(self, state: Any, weight: Any) -> Any:
         """Float state, averaged over devices by weight; other state agrees."""
         axes = self.window.axes
-        if not is_array(state):
-            return state
         if not jnp.issubdtype(state.dtype, jnp.inexact):
             return axes.agree(state)
         total = axes.sum(weight)
@@ -463,7 +464,7 @@ class Part:
     def finalize(self, carry: Any, totals: Totals) -> Any:
         """The result, sums still in the dtype in which they were divided."""
         if isinstance(self.reducer, Thread):
-            return carry
+            return show(carry)
         if isinstance(self.reducer, str):
             each = zip(self.leafwise, carry, strict=True)
             return self._fill([reducer.finalize(c, totals) for reducer, c in each])

@@ -14,7 +14,7 @@ from ._errors import broadcast_prefix, check_int, leaf_name
 
 def is_array(x: Any) -> bool:
     """Whether a leaf is traced; every other leaf is passed to the function as it is."""
-    return isinstance(x, (jax.Array, np.ndarray))
+    return isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and x.dtype.kind not in "OSUMm")
 
 
 def check_batch_axes(fn: str, batch_axes: Any, several: bool) -> Any:

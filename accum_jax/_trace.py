@@ -17,7 +17,7 @@ from jax.extend.core import jaxpr_as_fun, take_current_trace
 from ._in_place import mend_slices
 from ._split import is_array
 
-SCALARS = (bool, int, float, complex, np.generic)
+SCALARS = (bool, int, float, complex, np.number, np.bool_)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -34,15 +34,20 @@ class _Hidden:
     def tree_unflatten(cls, aux, _):
         return aux
 
+    def _key(self) -> Any:
+        value = self.value
+        if isinstance(value, np.ndarray):
+            return np.ndarray, value.dtype, value.shape, value.tobytes()
+        if isinstance(value, (float, complex)):  # -0.0 is not 0.0, NaN is NaN
+            return type(value), repr(value)
+        return type(value), value
+
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Hidden) or type(self.value) is not type(other.value):
-            return False
-        if isinstance(self.value, (float, complex)):  # -0.0 is not 0.0, NaN is NaN
-            return repr(self.value) == repr(other.value)
-        return self.value is other.value or bool(self.value == other.value)
+        same = isinstance(other, _Hidden) and self.value is other.value
+        return same or (isinstance(other, _Hidden) and self._key() == other._key())
 
     def __hash__(self) -> int:
-        return hash((type(self.value), self.value))
+        return hash(self._key())
 
 
 def is_hidden(x: Any) -> bool:
@@ -51,7 +56,14 @@ def is_hidden(x: Any) -> bool:
 
 def hide(tree: Any) -> Any:
     """Makes the leaves that are no arrays part of the structure."""
-    return jax.tree.map(lambda x: x if is_traced(x) else _Hidden(x), tree)
+
+    def leaf(x):
+        if is_traced(x):
+            return x
+        # jax may hold float0, which has no values, as a tracer
+        return _Hidden(np.zeros(x.shape, x.dtype) if is_array(x) and _is_float0(x) else x)
+
+    return jax.tree.map(leaf, tree)
 
 
 def is_traced(x: Any) -> bool:

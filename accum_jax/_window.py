@@ -444,12 +444,14 @@ class _Loop:
             scale = self.gradient.loss_scale if self.gradient is not None else None
             read = (self.args, self.kwargs, self.microbatch.constants, scale, real)
             zeros = match(sums, self.inputs.arrays)
-            self.accumulators = _in_place.new_accumulators(zeros, jax.tree.leaves(read))
+            self.accumulators = _in_place.new_accumulators(
+                zeros, self.inputs.arrays, jax.tree.leaves(read)
+            )
             sums = []
         carry = (counts, [part.init() for part in self.parts], sums)
         if real is not None:
-            real = jnp.clip(jnp.asarray(real), 0, split.num_full + (split.tail > 0))
-            real = real.astype(jnp.int32)
+            real = jnp.asarray(real).astype(jnp.int32)
+            real = jnp.clip(real, 0, split.num_full + (split.tail > 0))
 
         def body(index, carry):
             return self._run_one(self.microbatch, split.rows, False, index, carry)
@@ -664,7 +666,7 @@ class _Inputs:
                 name = leaf_name(names.name(position), path)
                 self.wanted.append(_is_differentiable(fn, name, x, gradient.allow_int))
                 if self.wanted[-1]:
-                    self.arrays += numbers_to_arrays([x])
+                    self.arrays.append(jnp.asarray(x))  # a weak type stays weak, as in jax.grad
                     self.specs.append(specs[position][index] if position in specs else None)
 
     def _rebuild(self, arrays: list[Any], other: Callable[[Any], Any]) -> list[Any]:
@@ -695,7 +697,8 @@ class _Norms:
             return
         self.loss_scale = None
         name = loop.options.arguments.name(0)
-        self.numbers = find_gradient(fn, 'stats="norms"', name, loop.args[0], struct)
+        params = numbers_to_arrays(loop.args[0])
+        self.numbers = find_gradient(fn, 'stats="norms"', name, params, struct)
         owners = [part for part in self.parts for _ in jax.tree.leaves(part.struct)]
         reducers = {owners[number].reducer for number in self.numbers}
         if len(reducers) > 1 or not all(owners[number].averages for number in self.numbers):
