@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -159,6 +160,25 @@ class Arguments:
                         "argument one role."
                     )
                 seen[position] = role
+
+
+def check_no_modules(fn: str, names: Arguments, args: Sequence[Any]) -> None:
+    """Refuses Flax NNX modules, whose state would not move on from microbatch to microbatch."""
+    nnx = sys.modules.get("flax.nnx")  # without it nobody can have made one
+    if nnx is None:
+        return
+    for position, arg in enumerate(args):
+        leaves = jax.tree_util.tree_leaves_with_path(
+            arg, is_leaf=lambda x: isinstance(x, nnx.Module)
+        )
+        for path, leaf in leaves:
+            if isinstance(leaf, nnx.Module):
+                raise TypeError(
+                    f"{fn}: {leaf_name(names.name(position), path)} is an nnx {_type(leaf)}, whose "
+                    "state would be lost between microbatches. Use accum_jax.nnx.value_and_grad or "
+                    "accum_jax.nnx.grad, or nnx.split it into (graphdef, params, rest) and pass "
+                    "those."
+                )
 
 
 def positions(argnums: Sequence[int], count: int) -> tuple[int, ...]:

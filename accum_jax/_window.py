@@ -13,7 +13,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from . import _in_place
-from ._errors import broadcast_prefix, check_dtype_enabled, leaf_name, positions
+from ._errors import (
+    broadcast_prefix,
+    check_dtype_enabled,
+    check_no_modules,
+    leaf_name,
+    positions,
+)
 from ._options import Options, is_text
 from ._reduce import (
     Microbatch,
@@ -123,6 +129,7 @@ def run_window(
     Raises:
       TypeError, ValueError: when traced, for all that `accumulate` names.
     """
+    check_no_modules(options.fn, options.arguments, args)
     if options.mesh is not None:
         return _run_mapped(options, reduce, function, gradient, args, kwargs)
     axes = DataAxes(options.axis_names)

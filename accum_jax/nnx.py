@@ -15,6 +15,7 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 from ._accumulate import LossKeywords, check_loss
 from ._errors import broadcast_prefix, check_argnums, check_choice, leaf_name, positions
+from ._options import Options
 from ._reduce import Thread, check_reduce, is_reducer, thread
 from ._sharding import DataAxes
 from ._trace import compile_once, hide, numbers_to_arrays, show
@@ -210,9 +211,10 @@ def _build(
         microbatch = _Microbatch(fn, f, has_aux, aux, layout, axes)
 
         while True:
-            moving = {name: rest[name] for name in microbatch.moving}
-            still = {name: rest[name] for name in rest if name not in moving}
-            try:
+            names = microbatch.moving_of(rest)
+            moving = {name: rest[name] for name in names}
+            still = {name: x for name, x in rest.items() if name not in names}
+            with contextlib.suppress(_Moves):
                 (value, output), grads, stats = run_window(
                     static,
                     (gradient.reduction, reducers),
@@ -222,8 +224,6 @@ def _build(
                     kwargs,
                 )
                 break
-            except _Moves as moves:
-                microbatch.expect(moves.names)
         new = dict(output.moving)
         for part in output.state:
             for name, variable in part.items():
@@ -239,16 +239,13 @@ def _build(
     def call(args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
         args, kwargs = _by_position(f, args, kwargs)
         options.arguments.roles(roles, len(args))
+        for role in ("batch_argnums", "key_argnums"):
+            _check_no_nodes(options, role, positions(roles[role], len(args)), args)
         at = positions(roles["argnums"], len(args))
         wanted = {number: want for number, (_, want) in zip(at, filters, strict=True)}
-        nodes, inputs = _split(fn, options.arguments.name, wanted, state, args, kwargs)
-        for role in ("batch_argnums", "key_argnums"):
-            _check_no_nodes(
-                fn, options.arguments.name, role, positions(roles[role], len(args)), args
-            )
-        value, aux, grads, stats, new = compiled(*inputs)
-        paths = dict(inputs[-1].rest)
-        nnx.update(nodes, nnx.from_flat_state({paths[name]: x for name, x in new.items()}))
+        nodes, args, kwargs, rest, layout = _split(options, wanted, state, args, kwargs)
+        value, aux, grads, stats, new = compiled(args, kwargs, rest, layout)
+        nnx.update(nodes, nnx.from_flat_state({layout.paths[name]: x for name, x in new.items()}))
         several = isinstance(argnums, (tuple, list))
         return value, aux, tuple(grads) if several else grads[0], stats
 
@@ -260,17 +257,40 @@ def _build(
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """How the modules of a call were taken apart; hashable, so that it is part of a structure."""
+    """How the modules of a call were taken apart; hashable, so that it is part of a structure.
+
+    Variables have names as in `model.layers[0].bias`.
+    """
 
     treedef: Any  # of (args, kwargs), with a leaf for each module or variable
     nodes: tuple[int, ...]  # which leaves those are
     graphdef: Any  # of the tuple of them
-    params: Any  # treedef of their differentiated state
-    param_names: tuple[tuple[str, Any], ...]  # with their paths
-    rest: tuple[tuple[str, Any], ...]  # names and paths of all other variables
-    keys: frozenset[str]  # which of these are keys of random streams
-    frozen: frozenset[str]  # which of these are parameters
-    combined: tuple[tuple[str, ...], ...]  # which of these each pair of `state` combines
+    named: tuple[tuple[str, Any], ...]  # all their variables, with their paths in that tuple
+    keys: frozenset[str]  # of the variables that are not differentiated: keys of random streams,
+    frozen: frozenset[str]  # parameters,
+    combined: tuple[tuple[str, ...], ...]  # and what each pair of `state` combines
+
+    @functools.cached_property
+    def paths(self) -> dict[str, Any]:
+        return dict(self.named)
+
+    @functools.cached_property
+    def names(self) -> dict[Any, str]:
+        return {path: name for name, path in self.named}
+
+    def params(self, leaves: list[Any]) -> dict[str, Any]:
+        """The differentiated variables among the leaves of (args, kwargs)."""
+        named = {}
+        for number, index in enumerate(self.nodes):
+            part = leaves[index]
+            flat = {(): part} if isinstance(part, nnx.Variable) else dict(nnx.to_flat_state(part))
+            named |= {self.names[number, *path]: x for path, x in flat.items()}
+        return named
+
+    def merge(self, *variables: dict[str, Any]) -> tuple[Any, ...]:
+        """The modules, of their variables by name."""
+        states = [{self.paths[name]: x for name, x in part.items()} for part in variables]
+        return nnx.merge(self.graphdef, *map(nnx.from_flat_state, states))
 
 
 def _is_node(x: Any) -> bool:
@@ -278,29 +298,31 @@ def _is_node(x: Any) -> bool:
 
 
 def _split(
-    fn: str,
-    argument: Callable[[int], str],
+    options: Options,
     wanted: dict[int, Callable[..., bool]],
     state: list[tuple[Callable[..., bool], str]],
     args: Any,
     kwargs: Any,
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The modules of a call, and its arguments with differentiated state in their place.
+) -> tuple[tuple[Any, ...], Any, Any, dict[str, Any], _Layout]:
+    """Takes the modules of a call apart: `(modules, args, kwargs, other variables, layout)`.
 
-    All modules are split at once: what they share appears in the first of them, as in Flax.
+    In `args` and `kwargs`, the differentiated variables of each module stand in its place. All
+    modules are split at once: what they share appears in the first of them, as in Flax.
     """
+    fn = options.fn
     leaves, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_node)
-    at = tuple(i for i, (_, leaf) in enumerate(leaves) if _is_node(leaf))
-    paths, nodes = zip(*(leaves[i] for i in at), strict=True) if at else ((), ())
+    at = tuple(index for index, (_, leaf) in enumerate(leaves) if _is_node(leaf))
+    where = [leaves[index][0] for index in at]
+    nodes = tuple(leaves[index][1] for index in at)
 
     def name(path: Any) -> str:
-        kind, first, *outer = paths[path[0]]
-        start = argument(first.idx) if kind.idx == 0 else str(first.key)
+        kind, first, *outer = where[path[0]]
+        start = str(first.key) if kind.idx else options.arguments.name(first.idx)
         inner = (f".{x}" if isinstance(x, str) else f"[{x!r}]" for x in path[1:])
         return leaf_name(start, outer) + "".join(inner)
 
     def is_wanted(path: Any, x: Any) -> bool:
-        kind, first, *_ = paths[path[0]]
+        kind, first, *_ = where[path[0]]
         if kind.idx or first.idx not in wanted:
             return False
         return isinstance(nodes[path[0]], nnx.Variable) or wanted[first.idx](path[1:], x)
@@ -312,18 +334,18 @@ def _split(
                 here = is_wanted((number, *path), x), name((number, *path))
                 there = seen.setdefault(id(x), here)
                 if here[0] != there[0]:
-                    yes, no = (here[1], there[1]) if here[0] else (there[1], here[1])
+                    (_, no), (_, yes) = sorted((here, there))
                     raise ValueError(
                         f"{fn}: {yes} is differentiated, {no} is the same variable and is not. "
                         "Differentiate both (argnums, nnx.DiffState), or nnx.clone one of them."
                     )
 
     filters = [lambda path, x, match=match: match(path[1:], x) for match, _ in state]
-    graphdef, params, *others = nnx.split(nodes, is_wanted, *filters, ..., graph=True)
-    params = numbers_to_arrays(params)
-    flat = [[(name(path), path, x) for path, x in nnx.to_flat_state(part)] for part in others]
-    rest = {name: x for part in flat for name, _, x in part}
-    for number, part in enumerate(flat[:-1]):
+    graphdef, *states = nnx.split(nodes, is_wanted, *filters, ..., graph=True)
+    states = numbers_to_arrays(states)
+    params, *others = [dict(nnx.to_flat_state(part)) for part in states]
+    rest = {name(path): x for part in others for path, x in part.items()}
+    for number, part in enumerate(others[:-1]):
         if not part:
             types = sorted({type(x).__name__ for x in rest.values()})
             raise ValueError(
@@ -334,25 +356,20 @@ def _split(
         treedef=treedef,
         nodes=at,
         graphdef=graphdef,
-        params=jax.tree.structure(params),
-        param_names=tuple((name(path), path) for path, _ in nnx.to_flat_state(params)),
-        rest=tuple((name, path) for part in flat for name, path, _ in part),
+        named=tuple((name(path), path) for part in (params, *others) for path in part),
         keys=frozenset(name for name, x in rest.items() if isinstance(x, nnx.RngKey)),
         frozen=frozenset(name for name, x in rest.items() if isinstance(x, nnx.Param)),
-        combined=tuple(tuple(name for name, _, _ in part) for part in flat[:-1]),
+        combined=tuple(tuple(map(name, part)) for part in others[:-1]),
     )
     filled = [leaf for _, leaf in leaves]
     for number, index in enumerate(at):
-        filled[index] = params.get(number, nnx.State({}))
+        filled[index] = states[0].get(number, nnx.State({}))
     args, kwargs = jax.tree.unflatten(treedef, filled)
-    return nodes, (args, kwargs, numbers_to_arrays(rest), layout)
+    return nodes, args, kwargs, rest, layout
 
 
 class _Moves(Exception):
-    """The state that `f` changes is another than expected."""
-
-    def __init__(self, names: frozenset[str]):
-        self.names = names
+    """Other variables move on than the loop was built for."""
 
 
 class _Microbatch:
@@ -368,46 +385,41 @@ class _Microbatch:
         self.layout, self.axes = layout, axes
         combined = frozenset(name for part in layout.combined for name in part)
         self.fixed = combined | (layout.keys if axes.names else frozenset())
-        paths = dict(layout.rest)
-        self.moving = frozenset(paths) - self.fixed - layout.frozen - layout.keys
-        self.is_known = False
+        self.moving: frozenset[str] | None = None  # unknown
 
-    def expect(self, moving: frozenset[str]) -> None:
-        """Sets what moves, after a trace has shown it."""
-        self.moving, self.is_known = self.moving | moving if self.is_known else moving, True
+    def moving_of(self, names: Iterable[str]) -> frozenset[str]:
+        """Which of the other variables move on: at first, what their types let one expect."""
+        if self.moving is None:
+            return frozenset(names) - self.fixed - self.layout.frozen - self.layout.keys
+        return self.moving
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         *args, moving, still = inputs
-        rest = {**moving, **still}
+        rest, layout = {**moving, **still}, self.layout
         if self.axes.names:
             index = self.axes.index
-            folded = {name: rest[name] for name in self.layout.keys}
-            rest |= jax.tree.map(lambda key: _fold_in(key, index), folded)
-        inputs = hide((tuple(args), kwargs, rest))
-        closed, struct = jax.make_jaxpr(lambda x: hide(self._run(*show(x))), return_shape=True)(
-            inputs
-        )
-        self._check_moves(inputs, struct, _passed_on(closed.jaxpr))
+            rest |= {
+                name: jax.tree.map(lambda key: _fold_in(key, index), rest[name])
+                for name in layout.keys
+            }
+        leaves = layout.treedef.flatten_up_to((tuple(args), kwargs))
+        inputs = hide((leaves, layout.params(leaves), rest))
+        trace = jax.make_jaxpr(lambda x: hide(self._run(*show(x))), return_shape=True)
+        closed, struct = trace(inputs)
+        self._check_moves(frozenset(moving), inputs, struct, _passed_on(closed.jaxpr))
         flat = jaxpr_as_fun(closed)(*jax.tree.leaves(inputs))
         (loss, aux), _, rest = show(jax.tree.unflatten(jax.tree.structure(struct), flat))
         return loss, _Output(
             aux=aux,
-            state=[{name: rest[name] for name in part} for part in self.layout.combined],
-            counts=jnp.array(True) if self.layout.combined else None,
-            moving={name: rest[name] for name in self.moving},
+            state=[{name: rest[name] for name in part} for part in layout.combined],
+            counts=jnp.array(True) if layout.combined else None,
+            moving={name: rest[name] for name in moving},
         )
 
-    def _run(self, args: Any, kwargs: Any, rest: Any) -> Any:
+    def _run(self, leaves: list[Any], params: Any, rest: Any) -> Any:
         """Puts the modules together, calls `f` and takes them apart again."""
         layout = self.layout
-        leaves = layout.treedef.flatten_up_to((args, kwargs))
-        params = jax.tree.leaves([leaves[index] for index in layout.nodes])
-        states = (
-            jax.tree.unflatten(layout.params, params),
-            nnx.from_flat_state({path: rest[name] for name, path in layout.rest}),
-        )
-        before = jax.tree.structure(states)
-        nodes = nnx.merge(layout.graphdef, *states)
+        nodes = layout.merge(params, rest)
         for index, node in zip(layout.nodes, nodes, strict=True):
             leaves[index] = node
         args, kwargs = jax.tree.unflatten(layout.treedef, leaves)
@@ -419,82 +431,59 @@ class _Microbatch:
                 f"{self.fn}: with has_aux=True the function must return (loss, aux), got "
                 f"{jax.tree.structure(output)}."
             )
-        graphdef, new = nnx.split(nodes, graph=True)
-        flat = dict(nnx.to_flat_state(new))
-        self._check_structure(graphdef, flat)
-        states = (
-            nnx.from_flat_state({path: flat[path] for _, path in layout.param_names}),
-            nnx.from_flat_state({path: flat[path] for _, path in layout.rest}),
-        )
-        if jax.tree.structure(states) != before:
-            raise ValueError(self._changed("the metadata of a variable"))
-        output, (params, rest_state) = numbers_to_arrays((output, states))
-        self._check_aux(output[1])
-        flat = dict(nnx.to_flat_state(rest_state))
-        return output, jax.tree.leaves(params), {name: flat[path] for name, path in layout.rest}
-
-    def _check_aux(self, aux: Any) -> None:
-        if self.has_aux:
-            broadcast_prefix(self.fn, "aux", self.aux, aux, is_reducer, "the auxiliary output")
-
-    def _check_structure(self, graphdef: Any, new: dict[Any, Any]) -> None:
-        layout = self.layout
-        old = {path: name for name, path in (*layout.param_names, *layout.rest)}
-        what = [f"without {name}" for path, name in old.items() if path not in new]
-        what += ["with a new " + ".".join(map(str, p[1:])) for p in new if p not in old]
+        else:
+            what = "the auxiliary output"
+            broadcast_prefix(self.fn, "aux", self.aux, output[1], is_reducer, what)
+        graphdef, state = nnx.split(nodes, graph=True)
+        flat = dict(nnx.to_flat_state(state))
+        what = [f"without {name}" for name, path in layout.named if path not in flat]
+        what += [f"with a new {path[-1]}" for path in flat if path not in layout.names]
         if what or graphdef != layout.graphdef:
-            raise ValueError(self._changed(", ".join(what) or "an attribute that is no array"))
+            self._raise_changed(", ".join(what) or "an attribute that is no array")
+        new = [{name: flat[layout.paths[name]] for name in part} for part in (params, rest)]
+        if jax.tree.structure(new) != jax.tree.structure([params, rest]):
+            self._raise_changed("the metadata of a variable")
+        return numbers_to_arrays((output, *new))
 
-    def _changed(self, what: str) -> str:
-        return (
+    def _raise_changed(self, what: str) -> None:
+        raise ValueError(
             f"{self.fn}: the function changes the structure of its modules ({what}), but all "
             "microbatches run as one loop. Make that change before, or undo it inside the function "
-            "(nnx.pop takes out what nnx.Module.sow put in)."
+            "(with nnx.pop)."
         )
 
-    def _check_moves(self, inputs: Any, struct: Any, sources: list[int]) -> None:
-        """Raises where state changes that is not expected to, or the wrong way."""
-        layout = self.layout
-        numbered = jax.tree.unflatten(
-            jax.tree.structure(inputs), range(len(jax.tree.leaves(inputs)))
+    def _check_moves(
+        self, moving: frozenset[str], inputs: Any, struct: Any, sources: list[int]
+    ) -> None:
+        """Raises where variables change that must not, or where others do than expected."""
+        numbers = range(len(jax.tree.leaves(inputs)))
+        before = jax.tree.unflatten(jax.tree.structure(inputs), numbers)
+        after = jax.tree.unflatten(jax.tree.structure(struct), sources)
+        (params, rest) = (
+            {name for name in old if jax.tree.leaves(new[name]) != jax.tree.leaves(old[name])}
+            for old, new in zip(before[1:], after[1:], strict=True)
         )
-        args, kwargs, before = numbered
-        _, params, after = jax.tree.unflatten(jax.tree.structure(struct), sources)
-        leaves = layout.treedef.flatten_up_to((args, kwargs))
-        old = jax.tree.leaves([leaves[index] for index in layout.nodes])
-        if params != old:
-            (name, *_) = [
-                name
-                for name, new, given in zip(self._names_of_params(), params, old, strict=True)
-                if new != given
-            ]
+        if params:
             raise ValueError(
-                f"{self.fn}: the function assigns to {name}, which is differentiated. Assign to a "
-                "variable of another type, or leave this one out of the gradient with "
+                f"{self.fn}: the function assigns to {min(params)}, which is differentiated. "
+                "Assign to a variable of another type, or leave this one out of the gradient with "
                 "nnx.DiffState(argnum, filter)."
             )
-        *_, types = inputs
-        names = {
-            name for name in before if jax.tree.leaves(after[name]) != jax.tree.leaves(before[name])
-        }
-        for name in names:
-            for new, given in zip(
-                jax.tree.leaves(struct[2][name]), jax.tree.leaves(types[name]), strict=True
-            ):
-                if (new.shape, new.dtype) != (given.shape, given.dtype):
+        for name in sorted(rest):
+            types = (jax.tree.leaves(tree[2][name]) for tree in (inputs, struct))
+            for old, new in zip(*types, strict=True):
+                if (new.shape, new.dtype) != (old.shape, old.dtype):
                     raise ValueError(
-                        f"{self.fn}: {name} must keep its type {given.dtype}{list(given.shape)} "
-                        f"from microbatch to microbatch, got {new.dtype}{list(new.shape)}."
+                        f"{self.fn}: {name} must keep its type {old.dtype}{list(old.shape)} from "
+                        f"microbatch to microbatch, got {new.dtype}{list(new.shape)}."
                     )
-        names = frozenset(names) - self.fixed
-        if not names <= self.moving or (not self.is_known and names != self.moving):
-            raise _Moves(names)
-
-    def _names_of_params(self) -> list[str]:
-        """A name for each array of the differentiated state."""
-        states = jax.tree.unflatten(self.layout.params, range(self.layout.params.num_leaves))
-        flat = dict(nnx.to_flat_state(states))
-        return [name for name, path in self.layout.param_names for _ in jax.tree.leaves(flat[path])]
+        names = frozenset(rest - self.fixed)
+        if self.moving is None:
+            self.moving = names
+        else:  # a last microbatch of fewer rows may move others
+            self.moving |= names
+        if self.moving != moving:
+            raise _Moves
 
 
 def _fold_in(key: Any, index: Any) -> Any:
@@ -512,7 +501,7 @@ def _passed_on(jaxpr: Any) -> list[int]:
     """For each result the number of the argument that it is, -1 where it is computed.
 
     Modules that go through `nnx.jit`, `nnx.remat` or a loop come back in new arrays, changed or
-    not.
+    not. (jax itself hands on what a conditional leaves alone.)
     """
     source = {variable: number for number, variable in enumerate(jaxpr.invars)}
 
@@ -532,21 +521,24 @@ def _operands(equation: Any) -> list[int]:
     if name in ("jit", "remat2", "checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call"):
         return _passed_on(_open(inner))
     if name == "scan":
-        first, carries = params["num_consts"], params["num_carry"]
-        found = _passed_on(_open(inner))
-        # a carry stays where it is, a row of xs becomes a row of ys
+        body = _open(inner)
+        # Rows of xs and ys have a dimension less than the whole.
+        carries = _count_alike(body.outvars, equation.outvars)
+        first = _count_alike(body.invars, equation.invars) - carries
+        # A carry stays in its place, a row of xs becomes a row of ys.
         return [
             n if n == first + i or (i >= carries and n >= first + carries) else -1
-            for i, n in enumerate(found)
+            for i, n in enumerate(_passed_on(body))
         ]
     if name == "while":
-        first = params["body_nconsts"]
-        found = _passed_on(_open(params["body_jaxpr"]))
-        return [params["cond_nconsts"] + n if n == first + i else -1 for i, n in enumerate(found)]
-    if name == "cond":
-        branches = zip(*(_passed_on(_open(branch)) for branch in params["branches"]), strict=True)
-        return [ns[0] + 1 if len(set(ns)) == 1 and ns[0] >= 0 else -1 for ns in branches]
+        body = _open(params["body_jaxpr"])
+        first, outer = (len(x) - len(body.outvars) for x in (body.invars, equation.invars))
+        return [outer + i if n == first + i else -1 for i, n in enumerate(_passed_on(body))]
     return [-1] * len(equation.outvars)
+
+
+def _count_alike(inner: Sequence[Any], outer: Sequence[Any]) -> int:
+    return sum(x.aval.shape == y.aval.shape for x, y in zip(inner, outer, strict=True))
 
 
 def _open(jaxpr: Any) -> Any:
@@ -591,16 +583,15 @@ def _check_state(fn: str, state: Any) -> list[tuple[Callable[..., bool], str]]:
     return checked
 
 
-def _check_no_nodes(
-    fn: str, argument: Callable[[int], str], role: str, at: tuple[int, ...], args: Any
-) -> None:
+def _check_no_nodes(options: Options, role: str, at: tuple[int, ...], args: Any) -> None:
     for position in at:
         for path, x in jax.tree_util.tree_leaves_with_path(args[position], is_leaf=_is_node):
             if _is_node(x):
+                name = leaf_name(options.arguments.name(position), path)
                 raise TypeError(
-                    f"{fn}: {leaf_name(argument(position), path)} is in {role}, but is an nnx "
-                    f"{type(x).__name__}. Pass arrays there, and modules and streams in other "
-                    "arguments: they move on by themselves."
+                    f"{options.fn}: {name} is in {role}, but is an nnx {type(x).__name__}. Pass "
+                    "arrays there, and modules and streams in other arguments: they move on by "
+                    "themselves."
                 )
 
 
