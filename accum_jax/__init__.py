@@ -10,6 +10,7 @@ Functions of a batch, run as microbatches in one loop:
 Optimizers, for loops that see one microbatch a call, and for float16:
   `multi_steps`, `has_updated`, `from_optax_multi_steps`, `microstep_schedule`
   `dynamic_loss_scale`, `static_loss_scale`, `loss_scale`
+  `collectives`       what a compiled program sends between devices
   `telemetry`         counters of a nested optimizer state, for a log
 """
 
@@ -17,6 +18,8 @@ from ._accumulate import accumulate as accumulate
 from ._accumulate import grad as grad
 from ._accumulate import value_and_grad as value_and_grad
 from ._accumulated_loss import accumulated_loss as accumulated_loss
+from ._collectives import Collective as Collective
+from ._collectives import collectives as collectives
 from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from ._loss_scale import loss_scale as loss_scale
 from ._loss_scale import static_loss_scale as static_loss_scale
