@@ -12,14 +12,22 @@ Optimizers, for loops that see one microbatch a call, and for float16:
   `dynamic_loss_scale`, `static_loss_scale`, `loss_scale`
   `collectives`       what a compiled program sends between devices
   `telemetry`         counters of a nested optimizer state, for a log
+
+Questions:
+  `audit`             is accumulating this loss the same as the whole batch?
+  `audit_step`        is this accumulated step, and if not, why? (`AuditReport`, `Problem`)
 """
 
 from ._accumulate import accumulate as accumulate
 from ._accumulate import grad as grad
 from ._accumulate import value_and_grad as value_and_grad
 from ._accumulated_loss import accumulated_loss as accumulated_loss
+from ._audit import audit as audit
+from ._audit_step import audit_step as audit_step
 from ._collectives import Collective as Collective
 from ._collectives import collectives as collectives
+from ._findings import AuditReport as AuditReport
+from ._findings import Finding as Finding
 from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from ._loss_scale import loss_scale as loss_scale
 from ._loss_scale import static_loss_scale as static_loss_scale
@@ -30,6 +38,7 @@ from ._multi_steps import multi_steps as multi_steps
 from ._opt_state import LossScaleState as LossScaleState
 from ._opt_state import MultiStepsState as MultiStepsState
 from ._opt_state import telemetry as telemetry
+from ._problem import Problem as Problem
 from ._reduce import thread as thread
 from ._stats import AccumulationStats as AccumulationStats
 

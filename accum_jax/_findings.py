@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -66,7 +67,9 @@ class AuditReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in the report as values that JSON can hold."""
-        return {**asdict(self), "causes": sorted(self.causes)}
+        # JSON has no infinity and no NaN.
+        far = [x if math.isfinite(x) else None for x in self.distances]
+        return {**asdict(self), "causes": sorted(self.causes), "distances": far}
 
     def __str__(self) -> str:
         from ._report import audit_text

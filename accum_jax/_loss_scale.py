@@ -228,8 +228,8 @@ def skipped_update(before: Any, after: Any) -> jax.Array:
             before, after = before[-1], after[-1]
         elif isinstance(before, OrderedDict) and before:  # optax.named_chain
             before, after = list(before.values())[-1], list(after.values())[-1]
-        elif hasattr(before, "inner_state"):
-            before, after = before.inner_state, after.inner_state
+        elif (inner := getattr(before, "inner_state", None)) is not None:
+            before, after = inner, after.inner_state
         else:
             break
     if isinstance(before, LossScaleState) and is_dynamic(before):

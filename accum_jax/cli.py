@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from accum_jax import __version__
+from accum_jax import __version__, _commands
+from accum_jax._commands import UsageError as _UsageError
 
 _DEMO_PACKAGES = {
     "flax": "flax",
@@ -20,10 +21,6 @@ _DEMO_PACKAGES = {
     "rich": "rich",
     "sklearn": "scikit-learn",
 }
-
-
-class _UsageError(Exception):
-    """What the caller has to change, in one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=_png_path, metavar="FILE.png", help="write loss curves and memory here"
     )
     demo.set_defaults(run=_demo)
+    _commands.add_audit(commands, [shared], _positive_int, _png_path)
     return parser
 
 

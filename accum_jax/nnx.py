@@ -501,7 +501,7 @@ def _passed_on(jaxpr: Any) -> list[int]:
     """For each result the number of the argument that it is, -1 where it is computed.
 
     Modules that go through `nnx.jit`, `nnx.remat` or a loop come back in new arrays, changed or
-    not. (jax itself hands on what a conditional leaves alone.)
+    not. (`lax.cond` and `lax.while_loop` hand on what they leave alone.)
     """
     source = {variable: number for number, variable in enumerate(jaxpr.invars)}
 
@@ -530,10 +530,6 @@ def _operands(equation: Any) -> list[int]:
             n if n == first + i or (i >= carries and n >= first + carries) else -1
             for i, n in enumerate(_passed_on(body))
         ]
-    if name == "while":
-        body = _open(params["body_jaxpr"])
-        first, outer = (len(x) - len(body.outvars) for x in (body.invars, equation.invars))
-        return [outer + i if n == first + i else -1 for i, n in enumerate(_passed_on(body))]
     return [-1] * len(equation.outvars)
 
 

@@ -64,7 +64,9 @@ def masked(params, batch):
 
 def over_tokens(params, batch):
     real = batch["tokens"] != 0
-    return jnp.sum(jnp.square(net(params, batch["x"])[:, None] - batch["tokens"]) * real) / real.sum()
+    return (
+        jnp.sum(jnp.square(net(params, batch["x"])[:, None] - batch["tokens"]) * real) / real.sum()
+    )
 
 
 def over_labels(params, batch):
@@ -291,7 +293,10 @@ def schedule_each(tx, loss, cut=contiguous):
         parts = cut(batch)
         grads = mean_of([jax.grad(loss)(params, part) for part in parts], parts)
         updates, state = tx.update(grads, state, params)
-        tick = lambda x: x + (len(parts) - 1) if jnp.issubdtype(x.dtype, jnp.integer) else x
+
+        def tick(x):
+            return x + (len(parts) - 1) if jnp.issubdtype(x.dtype, jnp.integer) else x
+
         return optax.apply_updates(params, updates), jax.tree.map(tick, state)
 
     return step

@@ -610,7 +610,7 @@ def test_errors_name_what_is_wrong(batch):
     "transform", [accum_jax.accumulate, accum_jax.value_and_grad, accum_jax.accumulated_loss]
 )
 def test_the_core_refuses_modules(transform, batch):
-    with pytest.raises(TypeError, match="model holds .* Use accum_jax.nnx.value_and_grad"):
+    with pytest.raises(TypeError, match=r"model\[0\] is an nnx Linear, .* Use accum_jax.nnx"):
         transform(lambda model, x: jnp.mean(model[0](x)), k=2)(
             [nnx.Linear(3, 1, rngs=nnx.Rngs(0))], batch["x"]
         )
