@@ -496,7 +496,8 @@ class _Examination:
                 (
                     "Rows act on each other: batch statistics (BatchNorm: use GroupNorm or "
                     "LayerNorm), comparisons with other rows (use coupled_value_and_grad) or "
-                    "products of batch means (pass the window's as an argument). With dropout off, audit says which."
+                    "products of batch means (pass the window's as an argument). With dropout off, "
+                    "audit says which."
                 ),
             )
             for label, rows in weight_candidates(self.batch):

@@ -127,7 +127,8 @@ def audit_step(
       ...     grads = sum(jax.grad(loss)(w, part) for part in jnp.split(x, 4))
       ...     updates, state = tx.update(grads, state, w)
       ...     return optax.apply_updates(w, updates), state
-      >>> report = audit_step(step, loss, tx, jnp.zeros(3), jnp.eye(8, 3), k=4)
+      >>> x = jnp.sin(jnp.arange(24.0)).reshape(8, 3)
+      >>> report = audit_step(step, loss, tx, jnp.zeros(3), x, k=4)
       >>> report.verdict, report.causes
       ('not_equivalent', {'sum_reduction'})
     """

@@ -1,35 +1,43 @@
-"""What a compiled program sends between devices."""
+"""The collectives of a compiled program, and which of them run in loops."""
 
 from __future__ import annotations
 
-import math
 import re
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-_KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.+?) ([\w\-]+)\(")
-_CALLED = re.compile(
-    r"(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)"
+_KINDS = (
+    "all-reduce|reduce-scatter|all-gather|all-to-all|ragged-all-to-all|collective-permute|"
+    "collective-broadcast"
 )
-_BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
-_BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "c64": 64, "c128": 128}
+_COLLECTIVE = re.compile(rf"({_KINDS})(?:-start)?")
+_HEAD = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
+# The type may hold parentheses, as in f32[8,128]{1,0:T(8,128)}, but never " name(".
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.*?)\s([a-z][\w-]*)\((.*)")
+_OPERANDS = re.compile(r"(.*?)\)(?:,|$)")
+_SHAPE = re.compile(r"\b([a-z]+(\d*)\w*)\[([^\]]*)\]")
+_CALLED = re.compile(
+    r"\b(?:to_apply|calls|called_computations|body|condition|branch_computations|"
+    r"true_computation|false_computation)=(\{[^}]*\}|%?[\w.-]+)"
+)
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_DTYPE = re.compile(r"(pred|bf|[sufc])(\d*)(\w*)")
+_KIND_OF_NUMBER = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
 
 
 class Collective(NamedTuple):
-    """One instruction of a compiled program that moves data between devices.
+    """One collective operation in a compiled program.
 
     Attributes:
-      kind: `"all-reduce"`, `"reduce-scatter"`, `"all-gather"`, `"all-to-all"` or
-        `"collective-permute"`.
-      dtype: the compiler's name of what is moved, `"f32"` or `"bf16"` say; several are joined by
-        `"+"`.
-      bytes: size of the result on one device.
-      inside_loop: whether it runs in a loop.
-      trip_count: how often it runs, all loops around it multiplied; 1 outside of loops, None where
-        the compiler does not know.
+      kind: `"all-reduce"`, `"reduce-scatter"`, `"all-gather"`, `"all-to-all"`,
+        `"collective-permute"`, or a rarer one by XLA's name.
+      dtype: what is sent, by JAX's name, as `"float32"`.
+      bytes: size of the whole array on one device: of what goes in, but for `"all-gather"` of what
+        comes out. So a gradient of P bytes has P whether it is reduced or reduce-scattered.
+      inside_loop: whether it stands in the body of a loop.
+      trip_count: how often a call of the program runs it: the product over the loops around it, 1
+        outside loops, None where the compiler does not know.
     """
 
     kind: str
@@ -39,87 +47,130 @@ class Collective(NamedTuple):
     trip_count: int | None
 
 
+class _Instruction(NamedTuple):
+    shape: str
+    opcode: str
+    operands: list[str]
+    rest: str  # the operands as text, and the attributes
+
+
 def collectives(compiled: Any) -> list[Collective]:
-    """Lists what a compiled program sends between devices, in the order of its text.
+    """Reads off a compiled program what its devices exchange, and how often.
+
+    Loops are found by following the calls between the program's computations, fusions and
+    asynchronous ones included. An operation that the compiler has combined of several is one entry
+    for each dtype, with their bytes together; the two halves of an asynchronous one are one entry.
+    A branch of a conditional counts as if it ran. Programs for CPU, GPU and TPU are understood.
+
+    Cost: reads text; compiles and runs nothing.
 
     Args:
-      compiled: what `jax.jit(f).lower(...).compile()` returns, for any backend, or its text.
+      compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
 
     Returns:
-      One `Collective` for each instruction; the halves of an asynchronous one count once.
+      The collectives in the order of the program.
 
     Raises:
-      TypeError: when called: neither a compiled program nor a text.
+      TypeError: neither a compiled program nor text.
+      ValueError: no text of a compiled program.
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from accum_jax import collectives
-      >>> collectives(jax.jit(jnp.sin).lower(1.0).compile())
-      []
+      >>> from jax.sharding import PartitionSpec as P
+      >>> import accum_jax
+      >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+      >>> f = accum_jax.grad(lambda w, x: jnp.mean((x @ w) ** 2), k=4, mesh=mesh)
+      >>> lowered = jax.jit(f).lower(jnp.ones(3), jnp.ones((16, 3)))
+      >>> for collective in accum_jax.collectives(lowered.compile()):
+      ...     print(collective)
+      Collective(kind='all-reduce', dtype='float32', bytes=12, inside_loop=False, trip_count=1)
     """
-    text = compiled if isinstance(compiled, str) else getattr(compiled, "as_text", lambda: None)()
-    if not isinstance(text, str):
-        raise TypeError(
-            "collectives: give a compiled program, jax.jit(f).lower(...).compile(), got "
-            f"{type(compiled).__name__}."
+    text = compiled
+    if not isinstance(compiled, str):
+        if not hasattr(compiled, "as_text") or hasattr(compiled, "compile"):
+            raise TypeError(
+                "collectives: expected a compiled program or its text, got "
+                f"{compiled!r} of type {type(compiled).__name__}. Use "
+                "jax.jit(f).lower(...).compile()."
+            )
+        text = compiled.as_text()
+    computations, entry = _parse(text or "")
+    if entry is None:
+        raise ValueError(
+            "collectives: the text is no compiled program: it has no line that starts with ENTRY. "
+            "Use jax.jit(f).lower(...).compile().as_text()."
         )
-    computations: dict[str, list[str]] = {}
-    entry = name = None
+    return list(_walk(computations, entry, False, 1))
+
+
+def _parse(text: str) -> tuple[dict[str, dict[str, _Instruction]], str | None]:
+    """The computations of a program with their instructions, by name; and which one it starts."""
+    computations: dict[str, dict[str, _Instruction]] = {}
+    entry, current = None, {}
     for line in text.splitlines():
-        if header := _COMPUTATION.match(line):
-            name = header[1]
-            computations[name] = []
-            entry = name if line.startswith("ENTRY") else entry
-        elif name is not None:
-            computations[name].append(line)
-    found: list[Collective] = []
-    if entry is not None:
-        _walk(computations, entry, False, 1, found)
-    return found
+        if found := _INSTRUCTION.match(line):
+            name, shape, opcode, rest = found.groups()
+            listed = _OPERANDS.match(rest)
+            operands = re.findall(r"%([\w.-]+)", listed[1]) if listed else []
+            current[name] = _Instruction(shape, opcode, operands, rest)
+        elif found := _HEAD.match(line):
+            computations[found[2]] = current = {}
+            entry = found[2] if found[1] else entry
+    return computations, entry
 
 
 def _walk(
-    computations: dict[str, list[str]],
+    computations: dict[str, dict[str, _Instruction]],
     name: str,
     inside_loop: bool,
-    trips: int | None,
-    found: list[Collective],
-) -> None:
-    for line in computations.get(name, ()):
-        if not (instruction := _INSTRUCTION.match(line)):
+    trip_count: int | None,
+) -> Iterator[Collective]:
+    """The collectives that one run of a computation in its place runs."""
+    instructions = computations[name]
+    for instruction in instructions.values():
+        if found := _COLLECTIVE.fullmatch(instruction.opcode):
+            for dtype, size in _sizes(found[1], instruction, instructions).items():
+                yield Collective(found[1], dtype, size, inside_loop, trip_count)
             continue
-        result, operation = instruction.groups()
-        kind = operation.removesuffix("-start")
-        if kind in _KINDS:
-            # the start of an asynchronous one carries its operands beside its results
-            half = operation != kind and kind in ("all-gather", "collective-permute")
-            found.append(_read(kind, result, half, inside_loop, trips))
-            continue
-        called = _CALLED.findall(line)
-        for branches in _BRANCHES.findall(line):
-            called += [branch.strip().lstrip("%") for branch in branches.split(",")]
-        loop, times = operation == "while", trips
-        if loop:
-            known = _TRIPS.search(line)
-            times = None if trips is None or known is None else trips * int(known[1])
-        for inner in called:
-            _walk(computations, inner, inside_loop or loop, times, found)
+        inside, times = inside_loop, trip_count
+        if instruction.opcode == "while":
+            known = _TRIP_COUNT.search(instruction.rest)
+            inside, times = True, times and known and times * int(known[1])
+        for called in _CALLED.findall(instruction.rest):
+            for callee in re.findall(r"[\w.-]+", called):
+                yield from _walk(computations, callee, inside, times)
 
 
-def _read(kind: str, result: str, half: bool, inside_loop: bool, trips: int | None) -> Collective:
-    arrays = [
-        (dtype, math.prod(int(n) for n in shape.split(",") if n) * _bits(dtype) // 8)
-        for dtype, shape in _ARRAY.findall(result)
-    ]
-    if half:
-        data = [array for array in arrays if array[0] not in ("u32", "s32")] or arrays
-        arrays = data[len(data) // 2 :]
-    dtypes = dict.fromkeys(dtype for dtype, _ in arrays)
-    return Collective(kind, "+".join(dtypes), sum(size for _, size in arrays), inside_loop, trips)
+def _sizes(
+    kind: str, instruction: _Instruction, instructions: dict[str, _Instruction]
+) -> Counter[str]:
+    """The bytes of a collective by dtype."""
+    given = Counter[str]()
+    for operand in instruction.operands:
+        given += _bytes(instructions[operand].shape)
+    if kind != "all-gather":
+        return given
+    result = _bytes(instruction.shape)
+    if instruction.opcode.endswith("-start"):  # its result holds the operands, too
+        result -= given
+    return result
 
 
-def _bits(dtype: str) -> int:
-    if dtype in _BITS:
-        return _BITS[dtype]
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 0
+def _bytes(shape: str) -> Counter[str]:
+    """The bytes of a type, which may be a tuple, by dtype."""
+    sizes = Counter[str]()
+    for dtype, bits, dims in _SHAPE.findall(shape):
+        number = int(bits or 8 * (dtype == "pred"))
+        for dim in re.findall(r"\d+", dims):
+            number *= int(dim)
+        sizes[_dtype(dtype)] += -(-number // 8)
+    return sizes
+
+
+def _dtype(name: str) -> str:
+    """JAX's name of XLA's dtype."""
+    found = _DTYPE.fullmatch(name)
+    if found is None:
+        return name
+    kind, bits, rest = found.groups()
+    return "bool" if kind == "pred" else f"{_KIND_OF_NUMBER[kind]}{bits}{rest and '_' + rest}"
