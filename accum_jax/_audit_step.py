@@ -316,7 +316,7 @@ class _Hypothesis:
 
 
 def _by_gradient(
-    world: _World, cause: str | None, what: str, combine: Callable[[_Window], np.ndarray]
+    world: _World, cause: str | None, what: str, combine: Callable[[_Window], Any]
 ) -> _Hypothesis:
     """One call of the optimizer, on another gradient."""
 

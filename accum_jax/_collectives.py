@@ -21,6 +21,8 @@ _CALLED = re.compile(
     r"\b(?:to_apply|calls|called_computations|body|condition|branch_computations|"
     r"true_computation|false_computation)=(\{[^}]*\}|%?[\w.-]+)"
 )
+# A TPU writes an asynchronous collective into every fusion that it runs beside; the first has -1.
+_CONTINUED = re.compile(r'"async_collective_fusion_config":\{"flag_start":"\d')
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _DTYPE = re.compile(r"(pred|bf|[sufc])(\d*)(\w*)")
 _KIND_OF_NUMBER = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
@@ -129,8 +131,12 @@ def _walk(
     instructions = computations[name]
     for instruction in instructions.values():
         if found := _COLLECTIVE.fullmatch(instruction.opcode):
-            for dtype, size in _sizes(found[1], instruction, instructions).items():
-                yield Collective(found[1], dtype, size, inside_loop, trip_count)
+            if _CONTINUED.search(instruction.rest):
+                continue
+            # A TPU writes a reduce-scatter as a fusion of that name that holds an all-reduce.
+            kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else found[1]
+            for dtype, size in _sizes(kind, instruction, instructions).items():
+                yield Collective(kind, dtype, size, inside_loop, trip_count)
             continue
         inside, times = inside_loop, trip_count
         if instruction.opcode == "while":

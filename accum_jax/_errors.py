@@ -162,20 +162,21 @@ class Arguments:
                 seen[position] = role
 
 
-def check_no_modules(fn: str, names: Arguments, args: Sequence[Any]) -> None:
+def check_no_modules(names: Arguments, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Refuses Flax NNX modules, whose state would not move on from microbatch to microbatch."""
     nnx = sys.modules.get("flax.nnx")  # without it nobody can have made one
     if nnx is None:
         return
-    for position, arg in enumerate(args):
+    named = [(names.name(position), arg) for position, arg in enumerate(args)]
+    for name, arg in (*named, *kwargs.items()):
         leaves = jax.tree_util.tree_leaves_with_path(
-            arg, is_leaf=lambda x: isinstance(x, nnx.Module)
+            arg, is_leaf=lambda x: isinstance(x, nnx.Pytree)
         )
         for path, leaf in leaves:
-            if isinstance(leaf, nnx.Module):
+            if isinstance(leaf, nnx.Pytree):
                 raise TypeError(
-                    f"{fn}: {leaf_name(names.name(position), path)} is an nnx {_type(leaf)}, whose "
-                    "state would be lost between microbatches. Use accum_jax.nnx.value_and_grad or "
+                    f"{names.fn}: {leaf_name(name, path)} is an nnx {_type(leaf)}, whose state "
+                    "would be lost between microbatches. Use accum_jax.nnx.value_and_grad or "
                     "accum_jax.nnx.grad, or nnx.split it into (graphdef, params, rest) and pass "
                     "those."
                 )

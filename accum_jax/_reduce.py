@@ -175,7 +175,10 @@ class _Extreme(LeafReducer):
     def init(self):
         dtype, largest = self.leaf.dtype, self.name == "min"
         if jnp.issubdtype(dtype, jnp.inexact):
-            start = jnp.inf if largest else -jnp.inf
+            info = jnp.finfo(dtype)  # some of 8 bits have no infinity
+            start = info.max if largest else info.min
+            if dtype.itemsize > 1:
+                start = jnp.inf if largest else -jnp.inf
         elif dtype == jnp.bool_:
             start = largest
         else:

@@ -264,7 +264,8 @@ def match(tree: Any, like: Any) -> Any:
 
     def leaf(x, y):
         if _is_explicit(y):
-            spec = y.sharding.spec if isinstance(y, jax.ShapeDtypeStruct) else _spec(y)
+            sharding: Any = (y if isinstance(y, jax.ShapeDtypeStruct) else jax.typeof(y)).sharding
+            spec = sharding.spec
             if _spec(x) != spec:
                 x = jax.reshard(x, spec)
         return _vary_over(x, _varying(y)) if _manual_axes() else x

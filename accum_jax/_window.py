@@ -129,7 +129,7 @@ def run_window(
     Raises:
       TypeError, ValueError: when traced, for all that `accumulate` names.
     """
-    check_no_modules(options.fn, options.arguments, args)
+    check_no_modules(options.arguments, args, kwargs)
     if options.mesh is not None:
         return _run_mapped(options, reduce, function, gradient, args, kwargs)
     axes = DataAxes(options.axis_names)
@@ -457,8 +457,11 @@ class _Loop:
             sums = []
         carry = (counts, [part.init() for part in self.parts], sums)
         if real is not None:
-            real = jnp.asarray(real).astype(jnp.int32)
-            real = jnp.clip(real, 0, split.num_full + (split.tail > 0))
+            limit = split.num_full + (split.tail > 0)
+            real = jnp.asarray(real if is_array(real) else min(int(real), limit))
+            if real.dtype.itemsize < 4:  # which may not hold the limit
+                real = real.astype(jnp.int32)
+            real = jnp.clip(real, 0, limit).astype(jnp.int32)
 
         def body(index, carry):
             return self._run_one(self.microbatch, split.rows, False, index, carry)

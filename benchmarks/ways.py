@@ -38,18 +38,23 @@ class Way:
     Attributes:
         name: as tables show it.
         grad_fn: `grad_fn(model, k)` gives the function that makes value and gradient in one call.
-        one_call: whether a call sees the whole effective batch; otherwise one microbatch, and
-            `optax.MultiSteps` adds up between the calls.
+        wrap: where a call sees one microbatch, what makes the optimizer add up between the calls:
+            `wrap(tx, k)`. None where a call sees the whole effective batch.
     """
 
     name: str
     grad_fn: Callable[[Model, int], Callable[..., Any]]
-    one_call: bool = True
+    wrap: Callable[[optax.GradientTransformation, int], optax.GradientTransformation] | None = None
+
+    @property
+    def one_call(self) -> bool:
+        """Whether a call sees the whole effective batch."""
+        return self.wrap is None
 
     def optimizer(self, k: int) -> optax.GradientTransformation:
         # Moments of narrow parameters in float32: they are below what bfloat16 can add up.
         tx = optax.adam(1e-3, mu_dtype=jnp.float32)
-        return tx if self.one_call else optax.MultiSteps(tx, k).gradient_transformation()
+        return tx if self.wrap is None else self.wrap(tx, k)
 
     def step(self, model: Model, k: int) -> Callable[..., Any]:
         """`step(params, opt_state, batch)` of one call: new parameters, state and the loss."""
@@ -97,7 +102,12 @@ OPTAX_MICROBATCH = Way(
         accumulator=optax.microbatching.AccumulationType.MEAN,
     ),
 )
-OPTAX_MULTI_STEPS = Way("optax.MultiSteps loop", _mean, one_call=False)
+OPTAX_MULTI_STEPS = Way(
+    "optax.MultiSteps loop",
+    _mean,
+    lambda tx, k: optax.MultiSteps(tx, k).gradient_transformation(),
+)
+MULTI_STEPS = Way("multi_steps loop", _mean, accum_jax.multi_steps)
 
 WAYS = (
     WHOLE_BATCH,
@@ -108,5 +118,8 @@ WAYS = (
     IN_PLACE_WEIGHTED,
     OPTAX_MICROBATCH,
     OPTAX_MULTI_STEPS,
+    MULTI_STEPS,
 )
-OURS = {way.name for way in (ACCUMULATE, IN_PLACE, ACCUMULATE_WEIGHTED, IN_PLACE_WEIGHTED)}
+OURS = {
+    way.name for way in (ACCUMULATE, IN_PLACE, ACCUMULATE_WEIGHTED, IN_PLACE_WEIGHTED, MULTI_STEPS)
+}

@@ -153,7 +153,29 @@ RIGHT = (
 )
 
 
-@pytest.mark.parametrize("name", RIGHT)
+# Kin of others here, each a compilation or ten more.
+SLOW = {
+    "strided by hand",
+    "schedule",
+    "optax.MultiSteps",
+    "loss scaling",
+    "divided twice",
+    "mean of means under adam",
+    "last over k",
+    "clip each under adam",
+    "sgd each",
+    "adam's count each",
+    "decay each under adamw",
+    "float16 under adam",
+    "balance",
+}
+
+
+def marked(names):
+    return [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in names]
+
+
+@pytest.mark.parametrize("name", marked(RIGHT))
 def test_right_step_is_equivalent(name, problem):
     step, loss, tx, options = right(name, problem[0])
     report = audit_step(step, loss, tx, *problem, k=K, **options)
@@ -332,7 +354,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", marked(BROKEN))
 def test_broken_step_is_named(name, problem):
     step, loss, tx, options, cause = BROKEN[name]
     report = audit_step(step, loss, tx, *problem, k=K, **options)
