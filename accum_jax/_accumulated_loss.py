@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Unpack, get_type_hints
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from ._accumulate import LossKeywords, check_loss
@@ -15,6 +16,9 @@ from ._errors import check_keywords
 from ._reduce import check_reduce, scale
 from ._trace import compile_once, hide, is_hidden, show
 from ._window import check_value, run_window
+
+
+_NORMS = ("global_norm", "mean_microbatch_square_norm", "noise_scale")
 
 
 def accumulated_loss(
@@ -68,11 +72,6 @@ def accumulated_loss(
     fn = "accumulated_loss"
     check_keywords(fn, keywords, get_type_hints(LossKeywords))
     options, reduce, gradient = check_loss(fn, loss_fn, has_aux, k=k, **keywords)
-    if options.stats == "norms":
-        raise ValueError(
-            f'{fn}: stats="norms" measures a gradient, and the loss alone has none. Use '
-            'accum_jax.value_and_grad, or stats="counts".'
-        )
     gradient = dataclasses.replace(gradient, allow_int=True, output_dtype="accumulator")
     threads = check_reduce(fn, "reduce", reduce)
     options.arguments.roles(options.roles(threads))
@@ -83,8 +82,12 @@ def accumulated_loss(
         check_value(fn, has_aux, output)
         return output
 
+    counting = dataclasses.replace(options, stats=options.stats and "counts")
+
     def forward(args, kwargs):
-        output, _, stats = run_window(options, reduce, checked, None, args, kwargs)
+        output, _, stats = run_window(counting, reduce, checked, None, args, kwargs)
+        if stats is not None and options.stats == "norms":  # there is no gradient to measure
+            stats = stats._replace(**dict.fromkeys(_NORMS, jnp.full((), jnp.nan, jnp.float32)))
         return output if stats is None else (output, stats)
 
     @functools.cache
@@ -112,8 +115,8 @@ def accumulated_loss(
                 if position in roles:
                     raise TypeError(
                         f"{fn}: argument {options.arguments.name(position)} is differentiated, but "
-                        f"is in {roles[position]}. Only unbatched arguments have a derivative: "
-                        "differentiate the loss of the whole batch with respect to this one."
+                        f"is in {roles[position]}. Only unbatched arguments have a derivative; "
+                        "accum_jax.accumulate can be differentiated with respect to the others."
                     )
                 argnums.append(position)
                 leaves.append(perturbed)
