@@ -17,7 +17,6 @@ from ._reduce import check_reduce, scale
 from ._trace import compile_once, hide, is_hidden, show
 from ._window import check_value, run_window
 
-
 _NORMS = ("global_norm", "mean_microbatch_square_norm", "noise_scale")
 
 
@@ -52,7 +51,8 @@ def accumulated_loss(
       k: microbatches per update, a Python int. Give it or `microbatch_size`.
       has_aux: whether `loss_fn` returns `(loss, aux)`. Aux is not differentiated.
       **keywords: those of `value_and_grad`, `allow_int` apart. The gradient is handed on in the
-        dtype of its argument, whatever `output_dtype` is.
+        dtype of its argument, whatever `output_dtype` is. Norms in `stats` are NaN
+        undifferentiated.
 
     Returns:
       A function of the same arguments that returns the loss, or `(loss, aux)`; with `stats`, a pair
