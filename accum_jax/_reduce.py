@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._errors import check_int, leaf_name
-from ._sharding import DataAxes
+from ._sharding import DataAxes, match
 from ._split import Split
 from ._trace import hide, show
 
@@ -40,7 +40,7 @@ class Totals(NamedTuple):
 
 def select(condition: Any, new: Any, old: Any) -> Any:
     """`new` where the condition holds (None: always). Never a product, which would keep NaN."""
-    return new if condition is None else jnp.where(condition, new, old)
+    return new if condition is None else jnp.where(condition, new, match(old, new))
 
 
 def _by_parts(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

@@ -58,7 +58,8 @@ class DataAxes:
             return x * self.size
         if jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize < 4:
             x = x.astype(jnp.float32)
-        x, mapped = self.vary(x), []
+        # A compiler may add up float32 that it saw widened from bfloat16 as bfloat16.
+        x, mapped = lax.optimization_barrier(self.vary(x)), []
         for dim, names in self._mapped(spec):
             x = lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
             mapped += names
@@ -265,9 +266,8 @@ def match(tree: Any, like: Any) -> Any:
     def leaf(x, y):
         if _is_explicit(y):
             sharding: Any = (y if isinstance(y, jax.ShapeDtypeStruct) else jax.typeof(y)).sharding
-            spec = sharding.spec
-            if _spec(x) != spec:
-                x = jax.reshard(x, spec)
+            if _spec(x) != sharding.spec:
+                x = jax.reshard(x, sharding)
         return _vary_over(x, _varying(y)) if _manual_axes() else x
 
     return jax.tree.map(leaf, tree, like)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from accum_jax._collectives import Collective, collectives
+from accum_jax import Collective, collectives
 
 
 def compiled(fn, *args, size=4):
