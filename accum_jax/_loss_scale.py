@@ -14,10 +14,9 @@ from jax.core import Tracer
 
 from ._errors import check_int, check_real_scalar
 from ._opt_state import LossScaleState, MultiStepsState, find_state, find_states
-from ._reduce import divide, wide_dtype
+from ._reduce import all_finite, divide, wide_dtype
 from ._trace import numbers_to_arrays
 from ._wrap import (
-    all_finite,
     check_transformation,
     cond,
     init_inner,

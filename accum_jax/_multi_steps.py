@@ -23,11 +23,10 @@ from ._errors import (
 from ._loss_scale import is_dynamic, skipped_update
 from ._opt_state import LossScaleState, MultiStepsState, find_state, find_states
 from ._opt_state import made_update as _made_update
-from ._reduce import divide, scale, wide_dtype
+from ._reduce import all_finite, divide, scale, wide_dtype
 from ._split import is_array
 from ._trace import SCALARS, numbers_to_arrays
 from ._wrap import (
-    all_finite,
     check_transformation,
     cond,
     init_inner,

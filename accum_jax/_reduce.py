@@ -5,6 +5,7 @@ Numerators and denominators stay apart until `finalize`, where each result is di
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -67,6 +68,15 @@ def divide(x: jax.Array, total: Any) -> jax.Array:
     return jnp.where(total == 0, jnp.zeros_like(quotient), quotient)
 
 
+def all_finite(tree: Any) -> jax.Array:
+    """Whether every element of every float or complex leaf is finite."""
+    finite = jnp.array(True)
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            finite &= jnp.isfinite(leaf).all()
+    return finite
+
+
 def wide_dtype(dtype: Any, requested: Any = None) -> jnp.dtype:
     """The dtype in which values of `dtype` are summed.
 
@@ -104,7 +114,7 @@ class Window(NamedTuple):
         return x.astype(dtype)
 
 
-class LeafReducer:
+class LeafReducer(abc.ABC):
     """Reduces one array of the output; `leaf` is its shape and dtype on a full microbatch."""
 
     averages = False  # one non-finite value spoils the result
@@ -121,12 +131,13 @@ class LeafReducer:
     def init(self) -> Any:
         return jnp.zeros(self.leaf.shape, self.leaf.dtype)
 
+    @abc.abstractmethod
     def update(self, carry: Any, x: jax.Array, microbatch: Microbatch) -> Any:
-        raise NotImplementedError
+        """The carry with a microbatch's leaf in it."""
 
+    @abc.abstractmethod
     def merge(self, carry: Any) -> Any:
         """The carry of all devices together."""
-        raise NotImplementedError
 
     def finalize(self, carry: Any, totals: Totals) -> jax.Array:
         return carry

@@ -82,20 +82,27 @@ class DataAxes:
         entries = enumerate(map(_names, keep_axes(spec, self.names)))
         return [(dim, entry) for dim, entry in entries if entry]
 
-    def constrain(self, x: jax.Array, spec: Any) -> jax.Array:
-        """Keeps an array sharded by `spec` over the axes that are left to the compiler."""
+    def _free(self, spec: Any) -> tuple[Any, list[Any]]:
+        """The mesh of a spec, and its axes that are left to the compiler."""
         mesh = jax.sharding.get_abstract_mesh()
         if isinstance(spec, NamedSharding):
             mesh, spec = spec.mesh, spec.spec
-        free = [name for name in spec_axes(spec) if name not in (*self.names, *_manual_axes())]
-        if not free:
-            return x
-        if mesh.empty:
+        mapped = (*self.names, *_manual_axes())
+        return mesh, [name for name in spec_axes(spec) if name not in mapped]
+
+    def check_spec(self, fn: str, spec: Any) -> None:
+        """Refuses a spec of axes for which there is no mesh."""
+        mesh, free = self._free(spec)
+        if free and mesh.empty:
             raise ValueError(
-                f"arg_specs: {spec} speaks of a mesh, but there is none here. Give mesh=, "
-                "NamedShardings, or call under jax.set_mesh(mesh)."
+                f"{fn}: arg_specs has {spec}, which speaks of a mesh, but there is none here. Give "
+                "mesh=, NamedShardings, or call under jax.set_mesh(mesh)."
             )
-        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    def constrain(self, x: jax.Array, spec: Any) -> jax.Array:
+        """Keeps an array sharded by `spec` over the axes that are left to the compiler."""
+        mesh, free = self._free(spec)
+        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if free else {}
         auto = [name for name in free if types.get(name) == AxisType.Auto]
         if not auto:
             return x

@@ -26,6 +26,7 @@ from ._reduce import (
     Part,
     Totals,
     Window,
+    all_finite,
     check_reduce,
     divide,
     is_reducer,
@@ -266,6 +267,8 @@ class _Loop:
         fn, names = options.fn, options.arguments
         self.axes, args, kwargs = axes, axes.vary(args), axes.vary(kwargs)
         for position, specs in _leaf_specs(options, args).items():
+            for spec in specs:
+                axes.check_spec(fn, spec)
             leaves, treedef = jax.tree.flatten(args[position])
             leaves = [axes.gather(x, spec) for x, spec in zip(leaves, specs, strict=True)]
             gathered = jax.tree.unflatten(treedef, leaves)
@@ -508,7 +511,9 @@ class _Loop:
 
         finite = kept = None
         if counts.nonfinite is not None or self.options.nonfinite == "skip":
-            finite = _all_finite(self.parts, values) & _is_finite(gradient)
+            each = zip(self.parts, values, strict=True)
+            summed = [part.arrays(value) for part, value in each if part.averages]
+            finite = all_finite((summed, gradient))
             if weight is not None:
                 finite &= jnp.isfinite(weight)
             counts = counts.add("nonfinite", ~finite, None)
@@ -827,17 +832,3 @@ def _check_keys(fn: str, name: str, keys: Any) -> None:
             f"{fn}: {leaf_name(name, path)} is in key_argnums, but is no key: expected "
             f"jax.random.key(seed) or a raw uint32{list(raw)} key, got {came}."
         )
-
-
-def _is_finite(leaves: list[Any]) -> jax.Array:
-    finite = jnp.array(True)
-    for x in leaves:
-        if is_inexact(x):
-            finite &= jnp.isfinite(x).all()
-    return finite
-
-
-def _all_finite(parts: list[Part], values: list[Any]) -> jax.Array:
-    """Whether all that is summed over microbatches is finite."""
-    each = zip(parts, values, strict=True)
-    return _is_finite([x for part, v in each if part.averages for x in part.arrays(v)])

@@ -29,14 +29,6 @@ def check_transformation(function: str, tx: Any) -> optax.GradientTransformation
     return optax.with_extra_args_support(tx)
 
 
-def all_finite(tree: Any) -> jax.Array:
-    """Whether every element of every leaf is finite."""
-    finite = jnp.bool_(True)
-    for leaf in jax.tree.leaves(tree):
-        finite &= jnp.isfinite(leaf).all()
-    return finite
-
-
 def cond(predicate: Any, true_fun: Callable[[], Any], false_fun: Callable[[], Any]) -> Any:
     """`lax.cond` that takes the branch in Python where the predicate is known.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,23 @@ class Memory:
     total: int
 
 
+def tpu_devices(topology: str) -> Sequence[Any]:
+    """The TPUs of a topology, to compile for; they need not be here.
+
+    Raises:
+        RuntimeError, ValueError: there is no libtpu, or it does not know the topology.
+    """
+    # Without these libtpu asks the network what machine this is, and runs only once.
+    for variable, value in {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }.items():
+        os.environ.setdefault(variable, value)
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
 class Target:
     """A device to compile for; nothing is allocated on it.
 
@@ -41,16 +59,7 @@ class Target:
         if name is None:
             device = jax.devices()[0]
         else:
-            # Without these libtpu asks the network what machine this is, and runs only once.
-            for variable, value in {
-                "TPU_SKIP_MDS_QUERY": "1",
-                "TPU_WORKER_HOSTNAMES": "localhost",
-                "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-                "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            }.items():
-                os.environ.setdefault(variable, value)
-            topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
-            device = topology.devices[0]
+            device = tpu_devices(name)[0]
         self.name = name or device.device_kind
         self.platform = device.platform
         self._sharding = SingleDeviceSharding(device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ import optax
 import pytest
 from helpers import compilations, compile_for, cost, raising, temp_bytes
 from jax import lax
-from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from layers import assert_close, label, layered, layered_problem, masked
@@ -32,6 +30,7 @@ from accum_jax import (
     thread,
     value_and_grad,
 )
+from benchmarks.targets import tpu_devices
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 WHOLE = P()
@@ -149,14 +148,7 @@ def test_one_reduction_on_a_tpu(loss, tpus):
 def tpus():
     """Eight TPUs to compile for, where libtpu is installed."""
     pytest.importorskip("libtpu")
-    for variable, value in {  # without these it asks the network, and runs only once
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }.items():
-        os.environ.setdefault(variable, value)
-    return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+    return tpu_devices("v5e:2x4")
 
 
 def test_one_reduction_of_a_loss_that_others_differentiate():
