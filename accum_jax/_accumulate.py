@@ -4,13 +4,104 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict, Unpack, get_type_hints
+from typing import (
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    get_type_hints,
+    overload,
+)
+
+import jax
 
 from ._errors import check_argnums, check_choice, check_keywords, check_real_scalar
 from ._options import Options
 from ._reduce import check_reduce
+from ._stats import AccumulationStats
 from ._trace import compile_once
 from ._window import Gradient, run_window
+
+_Params = TypeVar("_Params")
+_Rest = ParamSpec("_Rest")
+_Output = TypeVar("_Output")
+_Aux = TypeVar("_Aux")
+
+
+class _Shared(TypedDict, total=False):
+    """What every accumulating function takes; `accumulate` says what it means."""
+
+    microbatch_size: int | None
+    batch_argnums: int | tuple[int, ...]
+    batch_axes: Any
+    key_argnums: int | tuple[int, ...]
+    weight: Callable[..., Any] | None
+    weight_from_output: Callable[[Any], Any] | None
+    accumulator_dtype: Any
+    output_dtype: Any
+    stacked: bool
+    remainder: Literal["error", "tail"]
+    nonfinite: Literal["propagate", "skip"]
+    num_real_microbatches: Any
+    axis_name: Any
+    mesh: Any
+    data_axes: Any
+    arg_specs: dict[int, Any] | None
+
+
+class _Reduced(_Shared, total=False):
+    """The keywords of `accumulate` but for `stats`, which changes the result's type."""
+
+    reduce: Any
+
+
+class UnmeasuredLossKeywords(_Shared, total=False):
+    """What functions of a loss take but for `stats`; `value_and_grad` says what it means."""
+
+    reduction: Literal["mean", "sum", "sum_over_weight"]
+    aux: Any
+    loss_scale: Any
+    in_place: bool | None
+
+
+class LossKeywords(UnmeasuredLossKeywords, total=False):
+    """What `value_and_grad` and `accumulated_loss` share."""
+
+    stats: Literal["counts", "norms"] | None
+
+
+class _Unmeasured(UnmeasuredLossKeywords, total=False):
+    """The keywords of `value_and_grad` but for `stats`."""
+
+    k: int | None
+    allow_int: bool
+
+
+class Keywords(_Unmeasured, LossKeywords, total=False):
+    """The keywords of `value_and_grad`."""
+
+
+@overload
+def accumulate(
+    grad_fn: Callable[_Rest, _Output],
+    k: int | None = None,
+    *,
+    stats: None = None,
+    **keywords: Unpack[_Reduced],
+) -> Callable[_Rest, _Output]: ...
+
+
+@overload
+def accumulate(
+    grad_fn: Callable[_Rest, _Output],
+    k: int | None = None,
+    *,
+    stats: Literal["counts", "norms"],
+    **keywords: Unpack[_Reduced],
+) -> Callable[_Rest, tuple[_Output, AccumulationStats]]: ...
 
 
 def accumulate(
@@ -175,6 +266,34 @@ def accumulate(
     return compile_once(grad_fn, run)
 
 
+@overload
+def value_and_grad(
+    loss_fn: Callable[Concatenate[_Params, _Rest], Any],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    **keywords: Unpack[_Unmeasured],
+) -> Callable[Concatenate[_Params, _Rest], tuple[jax.Array, _Params]]: ...
+
+
+@overload
+def value_and_grad(
+    loss_fn: Callable[Concatenate[_Params, _Rest], tuple[Any, _Aux]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+    **keywords: Unpack[_Unmeasured],
+) -> Callable[Concatenate[_Params, _Rest], tuple[tuple[jax.Array, _Aux], _Params]]: ...
+
+
+@overload
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    **keywords: Unpack[Keywords],
+) -> Callable[..., Any]: ...
+
+
 def value_and_grad(
     loss_fn: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,
@@ -319,37 +438,32 @@ def value_and_grad(
     return compile_once(loss_fn, with_value)
 
 
-class LossKeywords(TypedDict, total=False):
-    """What `value_and_grad` and `accumulated_loss` share; `value_and_grad` says what it means."""
-
-    reduction: Literal["mean", "sum", "sum_over_weight"]
-    aux: Any
-    loss_scale: Any
-    in_place: bool | None
-    microbatch_size: int | None
-    batch_argnums: int | tuple[int, ...]
-    batch_axes: Any
-    key_argnums: int | tuple[int, ...]
-    weight: Callable[..., Any] | None
-    weight_from_output: Callable[[Any], Any] | None
-    accumulator_dtype: Any
-    output_dtype: Any
-    stacked: bool
-    remainder: Literal["error", "tail"]
-    nonfinite: Literal["propagate", "skip"]
-    num_real_microbatches: Any
-    stats: Literal["counts", "norms"] | None
-    axis_name: Any
-    mesh: Any
-    data_axes: Any
-    arg_specs: dict[int, Any] | None
+@overload
+def grad(
+    loss_fn: Callable[Concatenate[_Params, _Rest], Any],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    **keywords: Unpack[_Unmeasured],
+) -> Callable[Concatenate[_Params, _Rest], _Params]: ...
 
 
-class Keywords(LossKeywords, total=False):
-    """The keywords of `value_and_grad`."""
+@overload
+def grad(
+    loss_fn: Callable[Concatenate[_Params, _Rest], tuple[Any, _Aux]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+    **keywords: Unpack[_Unmeasured],
+) -> Callable[Concatenate[_Params, _Rest], tuple[_Params, _Aux]]: ...
 
-    k: int | None
-    allow_int: bool
+
+@overload
+def grad(
+    loss_fn: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    **keywords: Unpack[Keywords],
+) -> Callable[..., Any]: ...
 
 
 def grad(

@@ -5,19 +5,45 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Unpack, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeVar, Unpack, get_type_hints, overload
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from ._accumulate import LossKeywords, check_loss
+from ._accumulate import LossKeywords, UnmeasuredLossKeywords, check_loss
 from ._errors import check_keywords
 from ._reduce import check_reduce, scale
+from ._stats import AccumulationStats
 from ._trace import compile_once, hide, is_hidden, show
 from ._window import check_value, run_window
 
+_Arguments = ParamSpec("_Arguments")
+_Output = TypeVar("_Output")
+
 _NORMS = ("global_norm", "mean_microbatch_square_norm", "noise_scale")
+
+
+@overload
+def accumulated_loss(
+    loss_fn: Callable[_Arguments, _Output],
+    k: int | None = None,
+    *,
+    has_aux: bool = False,
+    stats: None = None,
+    **keywords: Unpack[UnmeasuredLossKeywords],
+) -> Callable[_Arguments, _Output]: ...
+
+
+@overload
+def accumulated_loss(
+    loss_fn: Callable[_Arguments, _Output],
+    k: int | None = None,
+    *,
+    has_aux: bool = False,
+    stats: Literal["counts", "norms"],
+    **keywords: Unpack[UnmeasuredLossKeywords],
+) -> Callable[_Arguments, tuple[_Output, AccumulationStats]]: ...
 
 
 def accumulated_loss(

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from ._split import is_array
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr
 
 
 @functools.cache
@@ -48,6 +50,8 @@ def mend_slices(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _with_strides(x: Any) -> Any:
+    from jax.extend.core import ClosedJaxpr, Jaxpr  # it imports Pallas: not before it is needed
+
     if isinstance(x, ClosedJaxpr):
         return x.replace(jaxpr=_with_strides(x.jaxpr))
     if isinstance(x, (tuple, list)) and any(isinstance(y, (Jaxpr, ClosedJaxpr)) for y in x):

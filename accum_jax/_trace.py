@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxpr_as_fun, take_current_trace
 
 from ._in_place import mend_slices
 from ._split import is_array
@@ -101,6 +101,8 @@ def surrounding_trace() -> str:
 
     Any other trace maps or differentiates, be it only what a function closes over.
     """
+    from jax.extend.core import take_current_trace  # it imports Pallas: not before it is needed
+
     with take_current_trace() as trace:
         return type(trace).__name__
 
@@ -149,10 +151,12 @@ class Staged:
         closed, struct = jax.make_jaxpr(
             lambda *args: hide(numbers_to_arrays(function(*show(args)))), return_shape=True
         )(*hide(args))
-        self._run = jaxpr_as_fun(mend_slices(closed))
+        self._jaxpr = mend_slices(closed)
         self._treedef = jax.tree.structure(struct)
         self.constants: list[Any] = closed.consts
         self.struct: Any = show(struct)
 
     def __call__(self, *args: Any) -> Any:
-        return show(jax.tree.unflatten(self._treedef, self._run(*jax.tree.leaves(hide(args)))))
+        leaves = jax.tree.leaves(hide(args))
+        results = jax.core.eval_jaxpr(self._jaxpr.jaxpr, self._jaxpr.consts, *leaves)
+        return show(jax.tree.unflatten(self._treedef, results))
