@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import memory, report, speed
+from benchmarks import accuracy, memory, report, speed
 from benchmarks.targets import Target
 
-SUITES = {"memory": memory.run, "speed": speed.run}
+SUITES = {"memory": memory.run, "speed": speed.run, "accuracy": accuracy.run}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -134,9 +134,15 @@ def save(out: Path, results: dict[str, Result]) -> None:
     (out / "report.md").write_text("\n".join(lines))
 
 
-def bars(axes: Any, names: Sequence[str], values: Sequence[float], ours: Sequence[bool]) -> None:
+def bars(
+    axes: Any,
+    names: Sequence[str],
+    values: Sequence[float],
+    ours: Sequence[bool],
+    label: str = "%.2f",
+) -> None:
     """One horizontal bar for each name, ours in another colour; the caller inverts the axis."""
     colours = [OURS if own else PEER for own in ours]
     drawn = axes.barh(names, values, color=colours, height=0.65)
-    axes.bar_label(drawn, fmt="%.2f", label_type="center")
+    axes.bar_label(drawn, fmt=label, label_type="center")
     axes.spines[["top", "right"]].set_visible(False)

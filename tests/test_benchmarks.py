@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from benchmarks import memory, models, report, speed, ways
+from benchmarks import accuracy, memory, models, report, speed, ways
 from benchmarks.__main__ import main
 from benchmarks.targets import Target
 
@@ -97,7 +97,7 @@ def test_memory_counts_what_the_state_holds():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--suite", "memory,colour"], "no suite 'colour'; there are memory, speed"),
+        (["--suite", "memory,colour"], "no suite 'colour'; there are memory, "),
         (["--target", "v0:1x1"], "cannot compile for 'v0:1x1'"),
     ],
 )
@@ -122,3 +122,11 @@ def test_speed_must_hold():
     claims = speed.run(quick=True, targets=[], announce=lambda text: None).claims
     assert [claim.text for claim in claims if claim.verdict == "fails"] == []
     assert len(claims) == 6
+
+
+@pytest.mark.slow
+def test_accuracy_must_hold():
+    """Sums no worse than the whole batch's own, in every dtype; weights as exact as rows."""
+    claims = accuracy.run(quick=True, targets=[], announce=lambda text: None).claims
+    assert [claim.text for claim in claims if claim.verdict != "holds"] == []
+    assert len(claims) == 10
