@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from accum_jax import __version__, _commands
 from accum_jax._commands import UsageError as _UsageError
@@ -60,7 +62,10 @@ def _parser() -> argparse.ArgumentParser:
         "documents of different lengths (default: %(default)s)",
     )
     demo.add_argument(
-        "--api", choices=["linen"], default="linen", help="Flax's API (default: %(default)s)"
+        "--api",
+        choices=["linen", "nnx"],
+        default="linen",
+        help="Flax's API; the same parameters and numbers (default: %(default)s)",
     )
     demo.add_argument(
         "--size",
@@ -76,13 +81,22 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--out", type=_png_path, metavar="FILE.png", help="write loss curves and memory here"
     )
+    demo.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="save here as it goes; the same command again goes on in the middle of the epoch",
+    )
     demo.set_defaults(run=_demo)
     _commands.add_audit(commands, [shared], _positive_int, _png_path)
     return parser
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    _check_installed(_DEMO_PACKAGES, extra="demo")
+    packages = _DEMO_PACKAGES
+    if arguments.checkpoint is not None:
+        packages = packages | {"orbax.checkpoint": "orbax-checkpoint"}
+    _check_installed(packages, extra="demo")
     from rich.console import Console
 
     from accum_jax._demo import show, tasks, training
@@ -97,10 +111,14 @@ def _demo(arguments: argparse.Namespace) -> int:
         for name in task.ways:
             bar = progress.add_task(name, total=steps, loss=float("nan"))
 
-            def advance(loss: float, bar=bar) -> None:
-                progress.update(bar, advance=1, loss=loss)
+            def advance(update: int, metrics: dict[str, Any], bar=bar, name=name) -> None:
+                progress.update(bar, completed=update, loss=metrics["loss"])
+                if update % math.ceil(steps / 5) == 0:
+                    line = f"{name} {update}: {show.log_line(metrics)}"
+                    progress.console.print(line, highlight=False, soft_wrap=True)
 
-            runs.append(training.train(task, name, steps, advance))
+            checkpoint = _checkpoint(arguments, steps, name)
+            runs.append(training.train(task, name, steps, advance, checkpoint))
     if arguments.out is not None:
         show.save_plot(runs, arguments.out)
 
@@ -113,6 +131,16 @@ def _demo(arguments: argparse.Namespace) -> int:
         if arguments.out is not None:
             console.print(f"Plot: {arguments.out}", highlight=False)
     return 0
+
+
+def _checkpoint(arguments: argparse.Namespace, steps: int, way: str) -> Any:
+    """Where a run is saved: apart from those of other models, and of other schedules."""
+    if arguments.checkpoint is None:
+        return None
+    from accum_jax._demo.checkpoint import Checkpoint
+
+    run = (arguments.model, arguments.size, arguments.api, str(steps), way)
+    return Checkpoint(arguments.checkpoint / " ".join(filter(None, run)))
 
 
 def _check_installed(packages: dict[str, str], *, extra: str) -> None:

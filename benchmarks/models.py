@@ -82,7 +82,9 @@ def transformer(layers: int, width: int, length: int, microbatch_size: int, **dt
     return Model(
         "transformer, scanned layers",
         lambda key: model.init(key, jnp.zeros((1, length), jnp.int32))["params"],
-        functools.partial(mean_over_tokens, model),
+        lambda params, batch: mean_over_tokens(
+            functools.partial(model.apply, {"params": params}), batch
+        ),
         batch,
         lambda batch: batch["mask"].sum(),
         microbatch_size,

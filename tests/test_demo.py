@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
+import chex
 import jax
 import numpy as np
 import pytest
 
 from accum_jax._demo import chars, digits
+from accum_jax._demo.checkpoint import Checkpoint
+from accum_jax._demo.tasks import TASKS
+from accum_jax._demo.training import measure, train
 from accum_jax.cli import main
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-WAYS = ["whole batch", "accumulate", "optax.MultiSteps"]
+WAYS = ["whole batch", "value_and_grad", "optax.MultiSteps"]
 
 
 def test_json_is_all_of_standard_output(capsys, tmp_path):
     plot = tmp_path / "demo.png"
     assert main(["demo", "--steps", "2", "--json", "--out", str(plot)]) == 0
-    comparison = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    comparison = json.loads(printed.out)
     assert comparison["effective_batch"] == 256
     assert comparison["microbatch_size"] == 32
     assert comparison["k"] == 8
@@ -32,7 +38,12 @@ def test_json_is_all_of_standard_output(capsys, tmp_path):
         assert way["largest_parameter_difference"] < 1e-6
         # Eight times fewer rows at once; what does not shrink is the size of the parameters.
         assert way["temp_bytes"] < whole["temp_bytes"] / 4
+        for name in ("loss", "global_norm", "loss_scale", "num_skipped"):
+            assert way["last_update"][name] == pytest.approx(whole["last_update"][name], rel=1e-5)
+    assert others[0]["last_update"]["noise_scale"] > 0
     assert plot.read_bytes().startswith(PNG_SIGNATURE)
+    for update in (1, 2):  # one line an update, whatever k is
+        assert printed.err.count(f"optax.MultiSteps {update}: loss") == 1
 
 
 def test_table_without_a_plot(capsys, tmp_path, monkeypatch):
@@ -53,13 +64,97 @@ def test_default_run_learns_the_digits(capsys):
         assert way["largest_parameter_difference"] < 1e-4
 
 
-def test_batches_cover_an_epoch_and_repeat():
+def small(task):
+    """The same task in updates of 4 microbatches of 4 rows, 3 updates an epoch."""
+    rows = jax.tree.map(lambda leaf: leaf[:55], task.train)
+    test = jax.tree.map(lambda leaf: leaf[:32], task.test)
+    return dataclasses.replace(task, train=rows, test=test, microbatch_size=4, k=4)
+
+
+@pytest.mark.parametrize(
+    ("model", "way"), [("digits", "whole batch"), ("digits", "value_and_grad")]
+)
+def test_linen_and_nnx_give_the_same_numbers(model, way):
+    linen, nnx = (
+        train(small(TASKS[model, api]()), way, 5, lambda *_: None) for api in ("linen", "nnx")
+    )
+    # The same operations in the same order, unless XLA fuses them differently.
+    chex.assert_trees_all_close(nnx.params, linen.params, rtol=1e-5, atol=1e-7)
+    assert nnx.losses == pytest.approx(linen.losses, rel=1e-6)
+    assert nnx.test_accuracy == linen.test_accuracy
+    assert nnx.losses[-1] < 0.98 * nnx.losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["value_and_grad", "multi_steps"])
+def test_linen_and_nnx_give_the_same_numbers_for_scanned_layers(way):
+    test_linen_and_nnx_give_the_same_numbers("chars", way)
+
+
+def test_metrics_are_of_the_update_and_do_not_depend_on_k():
+    task = small(TASKS["chars", "linen"]())
+    logged = {
+        "loss": np.array([4.0, 2.0]),  # two calls of an update
+        "weight": np.array([1.0, 3.0]),
+        "seconds": np.array([0.5, 1.5]),
+        "noise_scale": np.array([np.nan, np.nan]),
+    }
+    states = {"snapshot/global_norm": 3.0, "loss_scale/scale": 8.0, "loss_scale/num_skipped": 2}
+    assert measure(task, logged, states) == {
+        "loss": 2.5,
+        "examples_per_second": 8.0,
+        "tokens_per_second": 2.0,
+        "global_norm": 3.0,
+        "loss_scale": 8.0,
+        "num_skipped": 2,
+        "noise_scale": None,
+    }
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("api", "way", "every"),
+    # Of four calls an update, the third of the fifth update is the last that was saved.
+    [("linen", "multi_steps", 19), ("nnx", "value_and_grad", 4)],
+)
+def test_goes_on_in_the_middle_of_an_epoch_bit_for_bit(api, way, every, tmp_path):
+    task, seen = small(TASKS["digits", api]()), []
+
+    def run(checkpoint, killed_after=None):
+        def on_update(update, _):
+            seen.append(update)
+            if update == killed_after:
+                raise Killed
+
+        return train(task, way, 6, on_update, checkpoint)
+
+    expected = run(None)
+    with pytest.raises(Killed):
+        run(Checkpoint(tmp_path, every), killed_after=5)
+    seen.clear()
+    actual = run(Checkpoint(tmp_path, every))
+    assert seen == [4, 5, 6]
+    for name in ("params", "first_change", "losses", "test_accuracy", "optimizer_updates"):
+        chex.assert_trees_all_equal(getattr(actual, name), getattr(expected, name))
+    # All is done: nothing is run again.
+    again = run(Checkpoint(tmp_path, every))
+    assert seen == [4, 5, 6, 6]
+    chex.assert_trees_all_equal(again.params, expected.params)
+    assert again.last_metrics == actual.last_metrics
+
+
+def test_batches_cover_an_epoch_and_depend_on_the_update_alone():
     task = digits.digits_linen()
     first, again = (list(task.batches(6)) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
+    jax.tree.map(np.testing.assert_array_equal, first[3:], list(task.batches(6, start=3)))
     epoch = np.concatenate([batch["image"] for batch in first[:5]]).reshape(5 * 256, -1)
     assert len(np.unique(epoch, axis=0)) == 5 * 256
     assert len(first[5]["label"]) == 256
+    assert not np.array_equal(first[0]["label"], first[5]["label"])
 
 
 def test_documents_are_whole_and_padded():
@@ -83,7 +178,7 @@ def test_token_weights_make_the_whole_batch_and_means_of_means_do_not(capsys):
     comparison = json.loads(capsys.readouterr().out)
     assert comparison["parameters"] == pytest.approx(1e6, rel=0.1)
     whole, in_place, multi_steps, mean_of_means = comparison["ways"]
-    assert whole["last_loss"] < 4.5  # 5.5 for bytes drawn evenly
+    assert whole["last_update"]["loss"] < 4.5  # 5.5 for bytes drawn evenly
     for way in (in_place, multi_steps):
         assert way["optimizer_updates"] == 8
         # float32, summed in another order.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from accum_jax._demo.task import Batch, Task
-from accum_jax._demo.transformer import Transformer, mean_over_tokens
+from accum_jax._demo.task import Batch, Task, as_nnx
+from accum_jax._demo.transformer import NnxTransformer, Transformer, mean_over_tokens
 
 _LENGTH = 96  # longer documents are left out
 # Layers and width: about 1, 11 and 86 million parameters.
@@ -22,29 +22,23 @@ SIZES = {"small": (5, 128), "medium": (6, 384), "large": (12, 768)}
 
 
 def chars_linen(size: str = "small") -> Task:
-    """The standard library's source files, blocks of lines as documents, and a Flax transformer.
+    """The standard library's source files and a Flax Linen transformer.
 
-    The loss is a mean over bytes, and documents differ in length, so that microbatches do not
-    weigh the same.
+    Blocks of lines are the documents. The loss is a mean over bytes, and documents differ in
+    length, so that microbatches do not weigh the same.
     """
-    layers, width = SIZES[size]
-    model = Transformer(layers, width, heads=width // 32, length=_LENGTH)
+    model = Transformer(**_shape(size))
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     # Whole files are held out: blocks of one file resemble each other.
     held_out = files[::10]
     test = _rows(held_out)
 
-    def accuracy(params, batch) -> Any:
-        tokens, mask = batch["tokens"], batch["mask"]
-        logits = model.apply({"params": params}, tokens[:, :-1])
-        right = jnp.argmax(jnp.asarray(logits), axis=-1) == tokens[:, 1:]
-        return (right * mask).sum() / mask.sum()
-
     return Task(
         init=jax.jit(lambda: model.init(jax.random.key(0), test["tokens"][:1, 1:])["params"]),
-        loss_fn=functools.partial(mean_over_tokens, model),
+        merge=lambda params: functools.partial(model.apply, {"params": params}),
+        loss=mean_over_tokens,
         weight=lambda batch: batch["mask"].sum(),
-        accuracy=accuracy,
+        accuracy=_accuracy,
         train=_rows(file for file in files if file not in held_out),
         test=jax.tree.map(lambda leaf: leaf[:: len(leaf) // 256][:256], test),
         microbatch_size=2,
@@ -53,6 +47,22 @@ def chars_linen(size: str = "small") -> Task:
         steps=50,
         ways=("whole batch", "value_and_grad", "multi_steps", "mean of means"),
     )
+
+
+def chars_nnx(size: str = "small") -> Task:
+    """The same with the same transformer in Flax NNX, which starts from the same parameters."""
+    return as_nnx(chars_linen(size), lambda rngs: NnxTransformer(rngs=rngs, **_shape(size)))
+
+
+def _shape(size: str) -> dict[str, Any]:
+    layers, width = SIZES[size]
+    return {"layers": layers, "width": width, "heads": width // 32, "length": _LENGTH}
+
+
+def _accuracy(model: Callable[..., Any], batch: Batch) -> Any:
+    tokens, mask = batch["tokens"], batch["mask"]
+    right = jnp.argmax(model(tokens[:, :-1]), axis=-1) == tokens[:, 1:]
+    return (right * mask).sum() / mask.sum()
 
 
 def _rows(files: Iterable[Path]) -> Batch:

@@ -39,6 +39,19 @@ def progress() -> Progress:
     )
 
 
+def log_line(metrics: dict[str, float | None]) -> str:
+    """The metrics of an update in one line, for standard error beside `progress`."""
+    line = (
+        "loss {loss:.4f} norm {global_norm:.3f} scale {loss_scale:g} skipped {num_skipped} "
+        "{examples_per_second:.0f} rows/s"
+    ).format(**metrics)
+    if metrics["tokens_per_second"] is not None:
+        line += f" {metrics['tokens_per_second']:.0f} tokens/s"
+    if metrics["noise_scale"] is not None:
+        line += f" noise {metrics['noise_scale']:.0f}"
+    return line
+
+
 def to_dict(task: Task, runs: list[Run]) -> dict[str, Any]:
     """The comparison as plain numbers; the first run is the one compared with."""
     return {
@@ -55,7 +68,7 @@ def to_dict(task: Task, runs: list[Run]) -> dict[str, Any]:
                 "temp_bytes": run.temp_bytes,
                 "median_update_ms": run.update_ms,
                 "optimizer_updates": run.optimizer_updates,
-                "last_loss": run.losses[-1],
+                "last_update": run.last_metrics,
             }
             for run in runs
         ],
