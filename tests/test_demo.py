@@ -7,6 +7,7 @@ import json
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,24 +21,39 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 WAYS = ["whole batch", "value_and_grad", "optax.MultiSteps"]
 
 
-def test_json_is_all_of_standard_output(capsys, tmp_path):
+def small(task):
+    """The same task in updates of 4 microbatches of 4 rows, 3 updates an epoch."""
+    rows = jax.tree.map(lambda leaf: leaf[:55], task.train)
+    test = jax.tree.map(lambda leaf: leaf[:32], task.test)
+    return dataclasses.replace(task, train=rows, test=test, microbatch_size=4, k=4)
+
+
+def linear(ways=WAYS):
+    """The small digits with a model that compiles in no time."""
+    return dataclasses.replace(
+        small(digits.digits_linen()),
+        init=lambda: {"w": jnp.zeros((64, 10))},
+        merge=lambda params: lambda image: image.reshape(len(image), 64) @ params["w"],
+        ways=ways,
+    )
+
+
+def test_json_is_all_of_standard_output(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, ("digits", "linen"), linear)
     plot = tmp_path / "demo.png"
     assert main(["demo", "--steps", "2", "--json", "--out", str(plot)]) == 0
     printed = capsys.readouterr()
     comparison = json.loads(printed.out)
-    assert comparison["effective_batch"] == 256
-    assert comparison["microbatch_size"] == 32
-    assert comparison["k"] == 8
+    sizes = [comparison[name] for name in ("effective_batch", "microbatch_size", "k")]
+    assert sizes == [16, 4, 4]
     whole, *others = comparison["ways"]
     assert [way["name"] for way in comparison["ways"]] == WAYS
     assert whole["largest_parameter_difference"] == 0
     for way in others:
         assert way["optimizer_updates"] == 2
         assert way["first_update_error"] < 1e-5
-        # Two summation orders of 256 rows; parameters are below one in size.
+        # Two summation orders of 16 rows; parameters are below one in size.
         assert way["largest_parameter_difference"] < 1e-6
-        # Eight times fewer rows at once; what does not shrink is the size of the parameters.
-        assert way["temp_bytes"] < whole["temp_bytes"] / 4
         for name in ("loss", "global_norm", "loss_scale", "num_skipped"):
             assert way["last_update"][name] == pytest.approx(whole["last_update"][name], rel=1e-5)
     assert others[0]["last_update"]["noise_scale"] > 0
@@ -46,53 +62,54 @@ def test_json_is_all_of_standard_output(capsys, tmp_path):
         assert printed.err.count(f"optax.MultiSteps {update}: loss") == 1
 
 
-def test_table_without_a_plot(capsys, tmp_path, monkeypatch):
+def test_table_without_a_plot_and_a_run_that_is_done_already(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--steps", "1"]) == 0
+    monkeypatch.setitem(TASKS, ("digits", "nnx"), lambda: linear(("value_and_grad",)))
+    command = ["demo", "--api", "nnx", "--steps", "3", "--checkpoint", "saved"]
+    assert main(command) == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in WAYS)
-    assert list(tmp_path.iterdir()) == []
+    assert "value_and_grad" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert main(command) == 0
+    assert capsys.readouterr().out == printed  # times included: nothing ran
 
 
 @pytest.mark.slow
 def test_default_run_learns_the_digits(capsys):
     assert main(["demo", "--json"]) == 0
-    for way in json.loads(capsys.readouterr().out)["ways"]:
+    whole, *others = json.loads(capsys.readouterr().out)["ways"]
+    for way in others:  # eight times fewer rows at once; the parameters stay as large
+        assert way["temp_bytes"] < whole["temp_bytes"] / 4
+    for way in (whole, *others):
         assert way["test_accuracy"] >= 0.95
         assert way["optimizer_updates"] == 200
         # Rounding grows over 200 updates of momentum: 5e-6 was measured.
         assert way["largest_parameter_difference"] < 1e-4
 
 
-def small(task):
-    """The same task in updates of 4 microbatches of 4 rows, 3 updates an epoch."""
-    rows = jax.tree.map(lambda leaf: leaf[:55], task.train)
-    test = jax.tree.map(lambda leaf: leaf[:32], task.test)
-    return dataclasses.replace(task, train=rows, test=test, microbatch_size=4, k=4)
-
-
-@pytest.mark.parametrize(
-    ("model", "way"), [("digits", "whole batch"), ("digits", "value_and_grad")]
-)
-def test_linen_and_nnx_give_the_same_numbers(model, way):
+def check_linen_and_nnx(model, way):
     linen, nnx = (
         train(small(TASKS[model, api]()), way, 5, lambda *_: None) for api in ("linen", "nnx")
     )
-    # The same operations in the same order, unless XLA fuses them differently.
+    # The same operations, which XLA may fuse in another way.
     chex.assert_trees_all_close(nnx.params, linen.params, rtol=1e-5, atol=1e-7)
     assert nnx.losses == pytest.approx(linen.losses, rel=1e-6)
     assert nnx.test_accuracy == linen.test_accuracy
-    assert nnx.losses[-1] < 0.98 * nnx.losses[0]
+    assert nnx.losses[-1] < 0.99 * nnx.losses[0]
+
+
+def test_linen_and_nnx_give_the_same_numbers():
+    check_linen_and_nnx("digits", "value_and_grad")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["value_and_grad", "multi_steps"])
 def test_linen_and_nnx_give_the_same_numbers_for_scanned_layers(way):
-    test_linen_and_nnx_give_the_same_numbers("chars", way)
+    check_linen_and_nnx("chars", way)
 
 
 def test_metrics_are_of_the_update_and_do_not_depend_on_k():
-    task = small(TASKS["chars", "linen"]())
+    task = dataclasses.replace(linear(), weight=len)
     logged = {
         "loss": np.array([4.0, 2.0]),  # two calls of an update
         "weight": np.array([1.0, 3.0]),
@@ -102,7 +119,7 @@ def test_metrics_are_of_the_update_and_do_not_depend_on_k():
     states = {"snapshot/global_norm": 3.0, "loss_scale/scale": 8.0, "loss_scale/num_skipped": 2}
     assert measure(task, logged, states) == {
         "loss": 2.5,
-        "examples_per_second": 8.0,
+        "examples_per_second": 8.0,  # 16 rows in 2 seconds
         "tokens_per_second": 2.0,
         "global_norm": 3.0,
         "loss_scale": 8.0,
@@ -115,13 +132,8 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize(
-    ("api", "way", "every"),
-    # Of four calls an update, the third of the fifth update is the last that was saved.
-    [("linen", "multi_steps", 19), ("nnx", "value_and_grad", 4)],
-)
-def test_goes_on_in_the_middle_of_an_epoch_bit_for_bit(api, way, every, tmp_path):
-    task, seen = small(TASKS["digits", api]()), []
+def test_goes_on_in_the_middle_of_an_epoch_and_a_window_bit_for_bit(tmp_path):
+    task, seen = linear(), []
 
     def run(checkpoint, killed_after=None):
         def on_update(update, _):
@@ -129,21 +141,17 @@ def test_goes_on_in_the_middle_of_an_epoch_bit_for_bit(api, way, every, tmp_path
             if update == killed_after:
                 raise Killed
 
-        return train(task, way, 6, on_update, checkpoint)
+        return train(task, "multi_steps", 6, on_update, checkpoint)
 
     expected = run(None)
     with pytest.raises(Killed):
-        run(Checkpoint(tmp_path, every), killed_after=5)
+        run(Checkpoint(tmp_path, every=19), killed_after=5)
+    # Four calls an update: saved after the third of the fifth, which is the second of its epoch.
     seen.clear()
-    actual = run(Checkpoint(tmp_path, every))
+    actual = run(Checkpoint(tmp_path, every=19))
     assert seen == [4, 5, 6]
     for name in ("params", "first_change", "losses", "test_accuracy", "optimizer_updates"):
         chex.assert_trees_all_equal(getattr(actual, name), getattr(expected, name))
-    # All is done: nothing is run again.
-    again = run(Checkpoint(tmp_path, every))
-    assert seen == [4, 5, 6, 6]
-    chex.assert_trees_all_equal(again.params, expected.params)
-    assert again.last_metrics == actual.last_metrics
 
 
 def test_batches_cover_an_epoch_and_depend_on_the_update_alone():

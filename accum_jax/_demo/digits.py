@@ -69,6 +69,7 @@ def _accuracy(model: Callable[..., Any], batch: Batch) -> jax.Array:
     return jnp.mean(model(batch["image"]).argmax(-1) == batch["label"])
 
 
+@functools.cache
 def digits_linen() -> Task:
     """Handwritten digits, 8 by 8 pixels, that scikit-learn carries, and a Flax Linen CNN."""
     pixels, labels = load_digits(return_X_y=True)

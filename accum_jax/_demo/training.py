@@ -158,7 +158,7 @@ def train(
 
     params = task.init()
     first = jax.tree.map(np.array, params)  # copies: the step takes the parameters' own memory
-    opt_state = way.tx.init(params)
+    opt_state = jax.jit(way.tx.init)(params)
     compiled = (
         jax.jit(step, donate_argnums=(0, 1))
         .lower(params, opt_state, rows_of_call(0, next(task.batches(1))))
