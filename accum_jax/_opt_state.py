@@ -61,12 +61,21 @@ def find_states(opt_state: Any, kind: type[_State]) -> list[tuple[tuple[Any, ...
     leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=lambda x: isinstance(x, kind))
     for path, leaf in leaves:
         if isinstance(leaf, kind):
-            found.append((path, leaf))
+            found.append((path, _unwrap(leaf)))
             for name in leaf._fields:
                 inside = find_states(getattr(leaf, name), kind)
                 here = (*path, jax.tree_util.GetAttrKey(name))
                 found += [((*here, *rest), state) for rest, state in inside]
     return found
+
+
+def _unwrap(state: Any) -> Any:
+    """A state of plain arrays: nnx.Optimizer holds each in a Variable, which compares otherwise."""
+
+    def is_wrapped(x):
+        return hasattr(x, "__jax_array__")
+
+    return jax.tree.map(lambda x: jnp.asarray(x) if is_wrapped(x) else x, state, is_leaf=is_wrapped)
 
 
 def find_state(function: str, opt_state: Any, kind: type[_State], made_by: str) -> _State:

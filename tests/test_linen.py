@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import errors as nn_errors
 from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
@@ -250,3 +251,40 @@ def test_scanned_and_rematerialised_layers(net):
         jax.jit(jax.value_and_grad(loss)), 2, params, batch, key, key_argnums=(2,)
     )
     assert_close(actual, weighted_mean(each), 1e-5)
+
+
+def test_flax_says_what_a_call_lacks(net):
+    """A missing key, and mutable state that the mode needs: named, never a wrong number."""
+    params, mutable, batch, keys = net
+    with pytest.raises(nn_errors.InvalidRngError, match="dropout"):
+        accumulated()(params, mutable, batch, {"noise": keys["noise"]})
+
+    def forgets(params, mutable, batch, keys):
+        out = Net().apply({"params": params, **mutable}, batch["x"], True, rngs=keys)
+        return jnp.mean(out), None
+
+    with pytest.raises(nn_errors.ModifyScopeVariableError, match="batch_stats"):
+        accum_jax.value_and_grad(forgets, has_aux=True, k=4, batch_argnums=2, key_argnums=3)(*net)
+
+
+def test_state_that_changes_its_structure_is_refused(net):
+    def grows(params, mutable, batch, keys):
+        loss, (new, _) = net_loss(params, mutable, batch, keys)
+        return loss, {**new, "more": jnp.zeros(())}
+
+    with pytest.raises(ValueError, match=r"threaded into argument 1.*structures differ"):
+        accum_jax.value_and_grad(
+            grows, has_aux=True, k=4, batch_argnums=2, key_argnums=3, aux=accum_jax.thread(1)
+        )(*net)
+
+
+def test_amax_histories_are_combined_by_max():
+    """Float8 scaling: each microbatch starts from the window's history, which keeps the largest."""
+    history, x = jnp.array([1.0, 7.0, 3.0]), jnp.arange(4.0)
+
+    def loss(w, x, history):
+        return jnp.mean(w * x), jnp.roll(history, 1).at[0].set(jnp.abs(x).max())
+
+    grad_fn = accum_jax.value_and_grad(loss, has_aux=True, k=2, aux="max")
+    (_, new), _ = grad_fn(jnp.float32(1), x, history)
+    assert_same(new, jnp.array([3.0, 1.0, 7.0]))

@@ -370,6 +370,37 @@ def test_optimizers_and_metrics_take_what_comes_out(batch):
     assert stats.num_microbatches == 4 and np.isfinite(stats.noise_scale)
 
 
+def test_loss_scale_and_multi_steps_in_an_nnx_optimizer(batch):
+    """It holds each array of a state in a Variable, which `==` compares as an object."""
+
+    def make(tx):
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def window(model, optimizer, batch):
+        scale = accum_jax.loss_scale(optimizer.opt_state)
+        _, grads = accum_jax.nnx.value_and_grad(plain_loss, k=4, loss_scale=scale)(model, batch)
+        optimizer.update(model, grads)
+        return accum_jax.telemetry(optimizer.opt_state)
+
+    @nnx.jit
+    def microbatch(model, optimizer, batch):
+        optimizer.update(model, nnx.grad(plain_loss)(model, batch), weight=2.0)
+        return accum_jax.has_updated(optimizer.opt_state)
+
+    norm = optax.snapshot("norm", optax.tree.norm)
+    scaled = make(accum_jax.dynamic_loss_scale(optax.chain(norm, optax.sgd(0.1)), init_scale=8.0))
+    turns = make(accum_jax.multi_steps(optax.sgd(0.1), 4))
+    log = window(*scaled, batch)
+    updated = [microbatch(*turns, rows(batch, 4, i)) for i in range(4)]
+    assert_same(updated, [jnp.array(i == 3) for i in range(4)])
+    assert_state_close(scaled[0], turns[0])
+    expected = optax.tree.norm(nnx.grad(plain_loss)(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), batch))
+    np.testing.assert_allclose(log["snapshot/norm"], expected, rtol=1e-6)
+    assert_same(log["loss_scale/scale"], jnp.float32(8.0))
+
+
 def test_weights_see_the_loss_and_its_auxiliary_output(batch):
     def f(model, batch):
         square = (model(batch["x"])[:, 0] - batch["y"]) ** 2
@@ -503,6 +534,35 @@ def test_inside_shard_map(batch):
     assert_close(jax.jit(mapped)(state, batch), expected, 1e-5)
 
 
+def test_parameters_sharded_beside_the_data_axis_stay_sharded(batch):
+    """Hybrid: rows over `replica`, parameters over `fsdp`, gradients as the parameters."""
+    mesh = jax.make_mesh((2, 4), ("replica", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    expected = nnx.value_and_grad(plain_loss)(model, batch)
+    specs = nnx.State({"kernel": P(None, "fsdp"), "bias": P("fsdp")})
+    shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
+    nnx.update(model, jax.device_put(nnx.state(model), shardings))
+    grad_fn = accum_jax.nnx.value_and_grad(
+        plain_loss, k=2, mesh=mesh, data_axes="replica", arg_specs={0: specs}
+    )
+    step = nnx.jit(grad_fn)
+    value, grads = step(model, jax.device_put(batch, jax.NamedSharding(mesh, P("replica"))))
+    assert_close(jax.device_get((value, grads)), jax.device_get(expected), 1e-5)
+    for name in ("kernel", "bias"):
+        gradient, parameter = (tree[name].get_value() for tree in (grads, nnx.state(model)))
+        assert gradient.sharding.is_equivalent_to(shardings[name], gradient.ndim)
+        assert parameter.sharding.is_equivalent_to(shardings[name], gradient.ndim)
+
+
+def test_combined_state_is_combined_over_devices_too():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    model = Scaled()
+    state = [(Amax, "max"), (nnx.BatchStat, "sum")]
+    accum_jax.nnx.grad(scaled_loss, k=2, mesh=mesh, state=state)(model, jnp.arange(16.0))
+    assert_same(model.amax[...], jnp.array([15.0, 1.0, 7.0]))
+    assert_same(model.total[...], jnp.array(120.0))
+
+
 # Traces, memory, errors
 
 
@@ -616,11 +676,31 @@ def test_the_core_refuses_modules(transform, batch):
         )
 
 
+def test_modes_are_those_of_the_call(batch):
+    """Compiled once for each: in evaluation nothing is drawn and no statistics move."""
+    model = Net(nnx.Rngs(0))
+    grad_fn = accum_jax.nnx.value_and_grad(loss, k=4)
+    trained, _ = grad_fn(model, batch)
+    mean, count = model.norm.mean[...], model.dropout.rngs.count[...]
+    model.eval()
+    value, grads = grad_fn(model, batch)
+    assert_close((value, grads), nnx.value_and_grad(loss)(model, batch), 1e-5)
+    assert_same((model.norm.mean[...], model.dropout.rngs.count[...]), (mean, count))
+    assert value != trained
+
+
 def test_flax_says_what_a_model_lacks(batch):
     """A missing random stream and a missing mode are Flax's to name; nothing is wrong silently."""
     dropout = nnx.Dropout(0.5)
     with pytest.raises(ValueError, match="rngs"):
         accum_jax.nnx.grad(lambda d, x: d(x).mean(), k=2)(dropout, batch["x"])
+    with pytest.raises(KeyError, match="No RngStream named 'dropout'"):
+        accum_jax.nnx.grad(lambda d, x, rngs: d(x, rngs=rngs).mean(), k=2)(
+            dropout, batch["x"], nnx.Rngs(noise=0)
+        )
+    norm = nnx.BatchNorm(3, use_running_average=None, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="use_running_average"):
+        accum_jax.nnx.grad(lambda norm, x: norm(x).mean(), k=2)(norm, batch["x"])
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
     with pytest.raises(Exception, match="trace level"):  # captured, not passed
 
