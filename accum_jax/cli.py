@@ -145,11 +145,18 @@ def _checkpoint(arguments: argparse.Namespace, steps: int, way: str) -> Any:
 
 def _check_installed(packages: dict[str, str], *, extra: str) -> None:
     """Refuses to go on without `packages`, import name to distribution name."""
-    missing = [name for module, name in packages.items() if not importlib.util.find_spec(module)]
+    missing = [name for module, name in packages.items() if not _is_installed(module)]
     if missing:
         raise _UsageError(
             f"{', '.join(missing)} not installed; run: pip install 'accum-jax[{extra}]'"
         )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
 
 
 def _positive_int(text: str) -> int:

@@ -70,7 +70,8 @@ def value_and_grad(
       gradient of a module as an `nnx.State` for `nnx.Optimizer.update`; with `stats`, a pair of
       that and `AccumulationStats`. It works under `nnx.jit`, under `jax.jit` between `nnx.merge`
       and `nnx.split`, and outside of them, where it is compiled once for each structure of modules
-      and types of arguments.
+      and types of arguments (at every call where `f` reads modules that are not its arguments: pass
+      a teacher as an argument).
 
     Raises:
       TypeError: as `accum_jax.value_and_grad`. When built: `f` is a bound method of a module. When
@@ -236,6 +237,9 @@ def _build(
 
     compiled = compile_once(f, run)
 
+    def run_anew(*inputs: Any) -> Any:
+        return run(inputs, {})
+
     def call(args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
         args, kwargs = _by_position(f, args, kwargs)
         options.arguments.roles(roles, len(args))
@@ -244,7 +248,9 @@ def _build(
         at = positions(roles["argnums"], len(args))
         wanted = {number: want for number, (_, want) in zip(at, filters, strict=True)}
         nodes, args, kwargs, rest, layout = _split(options, wanted, state, args, kwargs)
-        value, aux, grads, stats, new = compiled(args, kwargs, rest, layout)
+        # Compiled, it would see the modules that it reads from outside as they were then.
+        function = run_anew if _reads_modules(f) else compiled
+        value, aux, grads, stats, new = function(args, kwargs, rest, layout)
         nnx.update(nodes, nnx.from_flat_state({layout.paths[name]: x for name, x in new.items()}))
         several = isinstance(argnums, (tuple, list))
         return value, aux, tuple(grads) if several else grads[0], stats
@@ -553,6 +559,19 @@ def _check_unbound(fn: str, f: Any) -> None:
             f"{fn}: the function is bound to a {type(owner).__name__}, which would not be an "
             "argument. Pass a function of the module, such as lambda model, batch: ..."
         )
+
+
+def _reads_modules(f: Any) -> bool:
+    """Whether a function names modules or variables that are not among its arguments."""
+    while isinstance(f, functools.partial):
+        if any(map(_is_node, (*f.args, *f.keywords.values()))):
+            return True
+        f = f.func
+    try:
+        variables = inspect.getclosurevars(inspect.unwrap(f))
+    except (TypeError, ValueError):  # no Python function
+        return False
+    return any(map(_is_node, (*variables.nonlocals.values(), *variables.globals.values())))
 
 
 def _check_filters(fn: str, argnums: Any) -> list[tuple[int, Callable[..., bool]]]:

@@ -272,6 +272,22 @@ def test_a_teacher_stays_as_it_is(batch):
     )
 
 
+def test_modules_that_the_function_reads_from_outside_are_read_at_each_call(batch):
+    """Flax reads a captured teacher as it is now; a compiled function would as it was."""
+    student, teacher = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1))
+    functions = (
+        lambda model, batch: distill(model, batch, teacher),
+        functools.partial(distill, teacher=teacher),
+    )
+    weight = {"weight": lambda batch: batch["mask"].sum() * 0 + 1.0}
+    grad_fns = [accum_jax.nnx.value_and_grad(f, k=4, **weight) for f in functions]
+    for _ in range(2):
+        expected = nnx.value_and_grad(distill)(student, batch, teacher)
+        for grad_fn in grad_fns:
+            assert_close(grad_fn(student, batch), expected, 1e-5)
+        teacher.kernel[...] *= 2
+
+
 def test_containers_variables_and_arrays_are_differentiated_as_in_flax(batch):
     def f(parts, scale, batch, w):
         out = parts["a"](batch["x"]) + parts["b"][0](batch["x"])

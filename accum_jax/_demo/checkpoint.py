@@ -13,7 +13,7 @@ class Checkpoint:
 
     Args:
         path: the directory; it is made where it is missing.
-        every: microbatches or whole batches, as many as the run takes calls, between two saves.
+        every: calls of the compiled step between two saves.
     """
 
     def __init__(self, path: Path, every: int = 100):
