@@ -1,4 +1,4 @@
-"""Every Python block of the README runs alone and prints the text block after it, if one is."""
+"""Every Python block of the documents runs alone and prints the text block after it, if any."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```$(?:\n+^```text\n(?P<output>.*?)^```$)?",
     re.DOTALL | re.MULTILINE,
 )
-BLOCKS = list(BLOCK.finditer(README.read_text(encoding="utf-8")))
+BLOCKS = [
+    pytest.param(file, block, id=f"{file}:{block.string.count(chr(10), 0, block.start()) + 2}")
+    for file in ("README.md", "docs/recipes.md")
+    for block in BLOCK.finditer((ROOT / file).read_text(encoding="utf-8"))
+]
 
 
-def _line(block: re.Match) -> int:
-    return block.string.count("\n", 0, block.start("code"))
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"line{_line(block) + 1}")
-def test_block(block):
-    # Blank lines in front, so that a traceback has the README's own line numbers.
-    code = compile("\n" * _line(block) + block["code"], str(README), "exec")
+@pytest.mark.parametrize(("file", "block"), BLOCKS)
+def test_block(file, block):
+    # Blank lines in front, so that a traceback has the document's own line numbers.
+    lines_before = block.string.count("\n", 0, block.start("code"))
+    code = compile("\n" * lines_before + block["code"], str(ROOT / file), "exec")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(code, {"__name__": "__main__"})
