@@ -24,6 +24,8 @@ _CALLED = re.compile(
 # A TPU writes an asynchronous collective into every fusion that it runs beside; the first has -1.
 _CONTINUED = re.compile(r'"async_collective_fusion_config":\{"flag_start":"\d')
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_LOOP = re.compile(r"\b(?:condition|body)=%?([\w.-]+)")
+_INDEX = re.compile(r"\bindex=(\d+)")
 _DTYPE = re.compile(r"(pred|bf|[sufc])(\d*)(\w*)")
 _KIND_OF_NUMBER = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
 
@@ -138,11 +140,44 @@ def _walk(
             continue
         inside, times = inside_loop, trip_count
         if instruction.opcode == "while":
-            known = _TRIP_COUNT.search(instruction.rest)
-            inside, times = True, times and known and times * int(known[1])
+            trips = _trips(computations, instructions, instruction)
+            inside, times = True, None if times is None or trips is None else times * trips
         for called in _CALLED.findall(instruction.rest):
             for callee in re.findall(r"[\w.-]+", called):
                 yield from _walk(computations, callee, inside, times)
+
+
+def _trips(
+    computations: dict[str, dict[str, _Instruction]],
+    instructions: dict[str, _Instruction],
+    loop: _Instruction,
+) -> int | None:
+    """How often a loop runs, None where that cannot be told."""
+    if known := _TRIP_COUNT.search(loop.rest):
+        return int(known[1])
+    # A TPU's program does not say: what its counter starts from, is compared with and grows by.
+    condition, body = (computations[name] for name in _LOOP.findall(loop.rest))
+    test, after = list(condition.values())[-1], list(body.values())[-1]
+    before = instructions[loop.operands[0]]
+    if test.opcode != "compare" or "direction=LT" not in test.rest or before.opcode != "tuple":
+        return None
+    counter = _INDEX.search(condition[test.operands[0]].rest)
+    limit = _constant(condition, test.operands[1])
+    if counter is None or limit is None or after.opcode != "tuple":
+        return None
+    start = _constant(instructions, before.operands[int(counter[1])])
+    grown = body[after.operands[int(counter[1])]]
+    step = _constant(body, grown.operands[1]) if grown.opcode == "add" else None
+    return None if start is None or not step else max(-((start - limit) // step), 0)
+
+
+def _constant(instructions: dict[str, _Instruction], name: str) -> int | None:
+    """The integer of that name, copied or not, None where it is no constant."""
+    found = instructions[name]
+    while found.opcode == "copy":
+        found = instructions[found.operands[0]]
+    number = re.match(r"-?\d+\)", found.rest) if found.opcode == "constant" else None
+    return int(number[0][:-1]) if number else None
 
 
 def _sizes(

@@ -9,10 +9,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import accuracy, memory, report, speed
+from benchmarks import accuracy, collectives, memory, report, speed
 from benchmarks.targets import Target
 
-SUITES = {"memory": memory.run, "speed": speed.run, "accuracy": accuracy.run}
+SUITES = {
+    "memory": memory.run,
+    "speed": speed.run,
+    "accuracy": accuracy.run,
+    "collectives": collectives.run,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

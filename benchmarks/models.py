@@ -89,3 +89,72 @@ def transformer(layers: int, width: int, length: int, microbatch_size: int, **dt
         lambda batch: batch["mask"].sum(),
         microbatch_size,
     )
+
+
+def plain_transformer(
+    layers: int,
+    width: int,
+    heads: int,
+    length: int,
+    microbatch_size: int,
+    *,
+    dtype: Any = jnp.float32,
+    embed: Callable[[jax.Array, jax.Array], jax.Array] = lambda table, ids: table[ids],
+    spread: Callable[[jax.Array], jax.Array] = lambda x: x,
+) -> Model:
+    """A transformer of scanned layers in plain JAX, on rows of bytes.
+
+    Its parameters can be sharded as one likes. `embed(table, ids)` may be one that a mesh of
+    explicit types understands, and `spread(x)` may say how activations [b, ...] are sharded.
+    """
+
+    def init(key):
+        each = width // heads
+        shapes = {
+            "qkv": (layers, width, 3, heads, each),
+            "mixed": (layers, heads, each, width),
+            "up": (layers, width, 4 * width),
+            "down": (layers, 4 * width, width),
+            "embedding": (256, width),
+            "logits": (width, 256),
+        }
+        keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
+        return {n: jax.random.normal(keys[n], s) * width**-0.5 for n, s in shapes.items()}
+
+    def normalised(x):
+        return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6)
+
+    @jax.checkpoint
+    def layer(x, weights):
+        # Cast here: the gradient of a parameter is wide again as soon as its layer has made it.
+        w = jax.tree.map(lambda x: x.astype(dtype), weights)
+        qkv = spread(jnp.einsum("btd,dnhe->btnhe", normalised(x), w["qkv"]))
+        q, k, v = (qkv[:, :, i] for i in range(3))
+        scores = jnp.einsum("bqhe,bkhe->bhqk", q, k) * (heads / width) ** 0.5
+        later = jnp.triu(jnp.full((length, length), -1e9, dtype), 1)
+        seen = jnp.einsum("bhqk,bkhe->bqhe", jax.nn.softmax(scores + later), v)
+        x = spread(x + jnp.einsum("bqhe,hed->bqd", seen, w["mixed"]))
+        hidden = spread(jax.nn.gelu(normalised(x) @ w["up"]))
+        return spread(x + hidden @ w["down"]), None
+
+    def loss_fn(params, batch):
+        tokens = batch["tokens"]
+        x = spread(embed(params["embedding"], tokens[:, :-1]).astype(dtype))
+        names = ("qkv", "mixed", "up", "down")
+        x, _ = jax.lax.scan(layer, x, {name: params[name] for name in names})
+        logits = normalised(x).astype(jnp.float32) @ params["logits"]
+        wanted = jax.nn.one_hot(tokens[:, 1:], 256)
+        return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * wanted, -1))
+
+    def batch(rows):
+        rng = np.random.default_rng(0)
+        return {"tokens": rng.integers(0, 256, size=(rows, length + 1), dtype=np.int32)}
+
+    return Model(
+        "transformer, scanned layers, plain JAX",
+        init,
+        loss_fn,
+        batch,
+        lambda batch: batch["tokens"].shape[0],
+        microbatch_size,
+    )

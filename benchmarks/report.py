@@ -104,10 +104,10 @@ def environment() -> dict[str, str]:
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
     }
-    for name in ("jax", "jaxlib", "libtpu", "optax", "flax"):
+    for name in ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "optax", "flax"):
         try:
             found[name] = version(name)
-        except PackageNotFoundError:  # libtpu is optional
+        except PackageNotFoundError:  # compilers for machines that are not here are optional
             continue
     return found
 

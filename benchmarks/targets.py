@@ -1,4 +1,4 @@
-"""Machines to compile for: the one at hand, and TPUs that are not here."""
+"""Machines to compile for: the one at hand, and TPUs and GPUs that are not here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,31 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
+
+_H100 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132
+  fpus_per_core: 128
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  memory_bandwidth: 3352320000000
+  device_memory_size: 84929347584
+}
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
 
 
 @dataclass(frozen=True)
@@ -25,6 +50,19 @@ class Memory:
     temp: int
     beyond_arguments: int
     total: int
+
+    @classmethod
+    def of(cls, compiled: Any, platform: str) -> Memory:
+        """Reads what a program compiled for a platform needs."""
+        found = compiled.memory_analysis()
+        assert found is not None  # CPU, GPU and TPU all have it.
+        arguments = found.argument_size_in_bytes
+        if platform == "cpu":  # its peak leaves out most of the program
+            results = found.output_size_in_bytes - found.alias_size_in_bytes
+            beyond = found.temp_size_in_bytes + results
+        else:
+            beyond = found.peak_memory_in_bytes - arguments
+        return cls(found.temp_size_in_bytes, beyond, arguments + beyond)
 
 
 def tpu_devices(topology: str) -> Sequence[Any]:
@@ -42,6 +80,18 @@ def tpu_devices(topology: str) -> Sequence[Any]:
     }.items():
         os.environ.setdefault(variable, value)
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
+def h100_devices(count: int) -> Sequence[Any]:
+    """H100s of one host, to compile for; neither they nor a driver need be here.
+
+    Raises:
+        RuntimeError: there is no CUDA plugin.
+    """
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of libraries not needed here
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="", target_config=_H100, topology=f"1x1x{count}"
+    ).devices
 
 
 class Target:
@@ -69,12 +119,5 @@ class Target:
         args = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), args
         )
-        found = jax.jit(fn, donate_argnums=donate).lower(*args).compile().memory_analysis()
-        assert found is not None  # CPU, GPU and TPU all have it.
-        arguments = found.argument_size_in_bytes
-        if self.platform == "cpu":  # its peak leaves out most of the program
-            results = found.output_size_in_bytes - found.alias_size_in_bytes
-            beyond = found.temp_size_in_bytes + results
-        else:
-            beyond = found.peak_memory_in_bytes - arguments
-        return Memory(found.temp_size_in_bytes, beyond, arguments + beyond)
+        compiled = jax.jit(fn, donate_argnums=donate).lower(*args).compile()
+        return Memory.of(compiled, self.platform)

@@ -14,14 +14,18 @@ import accum_jax
 from benchmarks.models import Model
 
 
-def hand_written_scan(grad_fn: Callable[..., Any], k: int) -> Callable[..., Any]:
-    """What one writes without a library: a scan over strided microbatches that adds up."""
+def hand_written_scan(grad_fn: Callable[..., Any], k: int, axis: int = 1) -> Callable[..., Any]:
+    """What one writes without a library: a scan that adds up.
+
+    Its microbatches are strided, or with `axis` 0 contiguous.
+    """
+    shape = (-1, k) if axis else (k, -1)
 
     def accumulated(params, batch):
-        split = jax.tree.map(lambda x: x.reshape(-1, k, *x.shape[1:]), batch)
+        split = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
 
         def body(total, i):
-            rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, False), split)
+            rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, axis, False), split)
             return jax.tree.map(jnp.add, total, grad_fn(params, rows)), None
 
         zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
