@@ -99,6 +99,18 @@ class DataAxes:
                 "mesh=, NamedShardings, or call under jax.set_mesh(mesh)."
             )
 
+    def check_shards(self, fn: str, name: str, x: Any, spec: Any, mesh: Any) -> None:
+        """Refuses a spec by which some devices would hold more of an array than others."""
+        for dim, names in self._mapped(spec):
+            shards = math.prod(mesh.shape[axis] for axis in names)
+            if x.shape[dim] % shards:
+                raise ValueError(
+                    f"{fn}: arg_specs shards axis {dim} of {name}, of size {x.shape[dim]}, over "
+                    f"{shards} devices (axes {', '.join(map(repr, names))} of the mesh), which do "
+                    "not divide it. Shard another axis, or leave this leaf whole with "
+                    "PartitionSpec()."
+                )
+
     def constrain(self, x: jax.Array, spec: Any) -> jax.Array:
         """Keeps an array sharded by `spec` over the axes that are left to the compiler."""
         mesh, free = self._free(spec)
@@ -159,7 +171,12 @@ class DataAxes:
         extreme = lax.pmax if name == "max" else lax.pmin
         if x.dtype == jnp.bool_:
             return self.extreme(name, x.astype(jnp.int32)).astype(jnp.bool_)
-        return extreme(self.vary(x), self.names)
+        x = self.vary(x)
+        found = extreme(x, self.names)
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return found
+        # Whether a NaN wins over other devices' numbers is up to the machine.
+        return jnp.where(self.extreme("max", jnp.isnan(x)), jnp.nan, found).astype(x.dtype)
 
     def agree(self, x: jax.Array) -> jax.Array:
         """A value that is the same on all devices, known to be so."""
@@ -236,6 +253,17 @@ def check_arg_specs(fn: str, arg_specs: Any, mesh: Any) -> dict[int, Any]:
         )
         for argnum, specs in arg_specs.items()
     }
+
+
+def check_rank(fn: str, name: str, x: Any, spec: Any) -> None:
+    """Refuses a spec with more entries than the array has axes."""
+    entries = len(spec.spec if isinstance(spec, NamedSharding) else spec or ())
+    rank = getattr(x, "ndim", 0)
+    if entries > rank:
+        raise ValueError(
+            f"{fn}: arg_specs gives {name}, of rank {rank}, a spec of {entries} entries: "
+            f"{spec}. Give this leaf a spec of its own, PartitionSpec() to leave it whole."
+        )
 
 
 def _check_in_mesh(fn: str, argument: str, names: Any, mesh: Any) -> None:

@@ -33,7 +33,7 @@ from ._reduce import (
     select,
     wide_dtype,
 )
-from ._sharding import DataAxes, is_spec, keep_axes, match, spec_axes
+from ._sharding import DataAxes, check_rank, is_spec, keep_axes, match, spec_axes
 from ._split import Batch, find_rows, is_array, split_batch
 from ._stats import (
     AccumulationStats,
@@ -154,6 +154,10 @@ def _run_mapped(
     at = positions(options.batch_argnums, len(args))
     specs = [jax.tree.map(lambda x: PartitionSpec(), arg) for arg in args]
     for position, leaf_specs in _leaf_specs(options, args).items():
+        paths = jax.tree_util.tree_leaves_with_path(args[position])
+        for (path, x), spec in zip(paths, leaf_specs, strict=True):
+            name = leaf_name(options.arguments.name(position), path)
+            axes.check_shards(options.fn, name, x, spec, mesh)
         kept = [keep_axes(spec, axes.names) for spec in leaf_specs]
         specs[position] = jax.tree.unflatten(jax.tree.structure(args[position]), kept)
     batch_specs = jax.tree.unflatten(batch.treedef, axes.batch_specs(batch))
@@ -240,6 +244,9 @@ def _leaf_specs(options: Options, args: tuple[Any, ...]) -> dict[int, list[Any]]
         )
         each = zip(leaves, subtrees, strict=True)
         specs[argnum] = [spec for spec, tree in each for _ in jax.tree.leaves(tree)]
+        paths = jax.tree_util.tree_leaves_with_path(args[argnum])
+        for (path, x), spec in zip(paths, specs[argnum], strict=True):
+            check_rank(options.fn, leaf_name(name, path), x, spec)
     return specs
 
 

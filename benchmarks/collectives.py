@@ -70,9 +70,7 @@ def transformer(layers: int = 16, width: int = 512, **options: Any) -> Model:
 
 
 def _automatic(axis: int) -> Callable[[Model, int, Mesh], Callable[..., Any]]:
-    return lambda model, k, mesh: ways.hand_written_scan(
-        jax.value_and_grad(model.loss_fn), k, axis
-    )
+    return lambda model, k, mesh: ways.hand_written_scan(jax.value_and_grad(model.loss_fn), k, axis)
 
 
 def _ours(**options: Any) -> Callable[[Model, int, Mesh], Callable[..., Any]]:

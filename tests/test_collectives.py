@@ -159,6 +159,55 @@ channel_id=12, backend_config={"async_collective_fusion_config":{"flag_start":"2
 """
 
 
+# A TPU's loops do not say how often they run.
+LOOPS = """\
+    HloModule jit_f, is_scheduled=true
+
+    %test.1 (p.1: (s32[], f32[4])) -> pred[] {
+      %p.1 = (s32[]{:T(128)}, f32[4]{0:T(128)}) parameter(0)
+      %limit.1 = s32[]{:T(128)} constant(LIMIT)
+      %i.1 = s32[]{:T(128)} get-tuple-element(%p.1), index=0
+      ROOT %lt.1 = pred[]{:T(512)} compare(%i.1, %limit.1), direction=LT
+    }
+
+    %body.1 (p.2: (s32[], f32[4])) -> (s32[], f32[4]) {
+      %p.2 = (s32[]{:T(128)}, f32[4]{0:T(128)}) parameter(0)
+      %step.1 = s32[]{:T(128)} constant(STEP)
+      %i.2 = s32[]{:T(128)} get-tuple-element(%p.2), index=0
+      %x.2 = f32[4]{0:T(128)} get-tuple-element(%p.2), index=1
+      %all-reduce.1 = f32[4]{0:T(128)} all-reduce(%x.2), channel_id=1
+      %next.1 = s32[]{:T(128)} add(%i.2, %step.1)
+      ROOT %out.1 = (s32[]{:T(128)}, f32[4]{0:T(128)}) tuple(%next.1, %all-reduce.1)
+    }
+
+    ENTRY %main.9 (x: f32[4]) -> (s32[], f32[4]) {
+      %x = f32[4]{0:T(128)} parameter(0)
+      %start = s32[]{:T(128)} constant(START)
+      %copy.1 = s32[]{:T(128)} copy(%start)
+      %tuple.1 = (s32[]{:T(128)}, f32[4]{0:T(128)}) tuple(%copy.1, %x)
+      ROOT %while.1 = (s32[]{:T(128)}, f32[4]{0:T(128)}) while(%tuple.1), condition=%test.1, \
+body=%body.1
+    }
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "limit", "step", "times"),
+    [("0", "8", "1", 8), ("1", "14", "2", 7), ("5", "5", "1", 0), ("0", "8", "0", None)],
+)
+def test_a_loop_whose_trip_count_only_its_counter_tells(start, limit, step, times):
+    text = LOOPS.replace("START", start).replace("LIMIT", limit).replace("STEP", step)
+    assert collectives(textwrap.dedent(text)) == [
+        Collective("all-reduce", "float32", 16, True, times)
+    ]
+
+
+def test_a_loop_whose_trip_count_nobody_knows():
+    text = LOOPS.replace("constant(LIMIT)", "parameter(1)").replace("START", "0")
+    (found,) = collectives(textwrap.dedent(text.replace("STEP", "1")))
+    assert (found.inside_loop, found.trip_count) == (True, None)
+
+
 def test_asynchronous_forms():
     assert collectives(textwrap.dedent(GPU)) == [
         Collective("all-reduce", "float32", 32, False, 1),

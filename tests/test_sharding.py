@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +31,11 @@ from accum_jax import (
     thread,
     value_and_grad,
 )
-from benchmarks.targets import tpu_devices
+from benchmarks.models import plain_transformer
+from benchmarks.targets import h100_devices, tpu_devices
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+SLOW = pytest.mark.slow
 WHOLE = P()
 # Sums over devices and microbatches round in another order than those of the whole batch.
 ROUNDING = 2e-6
@@ -99,7 +102,33 @@ def perceptron_problem(num_rows, dtype=np.float32, width=16):
     return params, {"x": jnp.ones((num_rows, width), dtype), "y": jnp.ones(num_rows)}
 
 
-PROBLEMS = {perceptron: perceptron_problem, layered: layered_problem}
+@functools.cache
+def attentive(dtype: Any = np.float32) -> Any:
+    """A transformer: attention, an embedding, scanned layers that compute in `dtype`."""
+    return plain_transformer(
+        layers=2, width=8, heads=2, length=6, microbatch_size=1, dtype=jnp.dtype(dtype)
+    )
+
+
+def attention(params, batch):
+    return attentive().loss_fn(params, batch)
+
+
+def narrow_attention(params, batch):
+    return attentive("bfloat16").loss_fn(params, batch)
+
+
+def attention_problem(num_rows, dtype=np.float32):
+    params = jax.tree.map(lambda x: x.astype(dtype), attentive().init(jax.random.key(0)))
+    return params, jax.tree.map(jnp.asarray, attentive().batch(num_rows))
+
+
+PROBLEMS = {
+    perceptron: perceptron_problem,
+    layered: layered_problem,
+    attention: attention_problem,
+    narrow_attention: attention_problem,
+}
 
 
 def check_one_reduction(program: Any, params: Any) -> None:
@@ -115,38 +144,67 @@ def compile_on(mesh: Mesh, fn: Any, params: Any, batch: Any, specs: Any = WHOLE)
     return compile_for(fn, *args)
 
 
-ONE_REDUCTION = [(loss, k, "float32", "value_and_grad") for loss in PROBLEMS for k in (1, 2, 8)] + [
-    (layered, 8, "float32", "accumulate"),
-    (layered, 8, "bfloat16", "accumulate"),
-    (layered, 2, "bfloat16", "value_and_grad"),
-    (perceptron, 8, "bfloat16", "value_and_grad"),
-]
+@functools.cache
+def whole_batch(loss: Any) -> Any:
+    return jax.jit(jax.value_and_grad(loss))(*PROBLEMS[loss](64))
 
 
-@pytest.mark.parametrize(("loss", "k", "dtype", "api"), ONE_REDUCTION, ids=label)
-def test_one_float32_reduction_outside_every_loop(loss, k, dtype, api):
+@pytest.mark.parametrize(
+    ("loss", "k"),
+    [
+        *itertools.product((perceptron, layered), (1, 2, 8)),
+        *(pytest.param(attention, k, marks=SLOW) for k in (1, 2)),
+        (attention, 8),
+    ],
+    ids=label,
+)
+def test_one_float32_reduction_outside_every_loop(loss, k):
+    params, batch = PROBLEMS[loss](64)
+    mesh = make_mesh(data=8)
+    program = compile_on(mesh, value_and_grad(loss, k=k, mesh=mesh), params, batch)
+    check_one_reduction(program, params)
+    got = program(place(params, mesh, WHOLE), place(batch, mesh, P("data")))
+    assert_close(got, whole_batch(loss), ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("loss", "k", "dtype", "in_place"),
+    [
+        (layered, 8, "float32", False),
+        (layered, 8, "bfloat16", False),
+        (layered, 2, "bfloat16", True),
+        (perceptron, 8, "bfloat16", True),
+        pytest.param(narrow_attention, 8, "float32", True, marks=SLOW),
+    ],
+    ids=label,
+)
+def test_one_float32_reduction_of_narrow_and_finished_gradients(loss, k, dtype, in_place):
     params, batch = PROBLEMS[loss](64, dtype=jnp.dtype(dtype))
     mesh = make_mesh(data=8)
     fn = (
         value_and_grad(loss, k=k, mesh=mesh)
-        if api == "value_and_grad"
+        if in_place
         else accumulate(jax.value_and_grad(loss), k, mesh=mesh)
     )
     check_one_reduction(compile_on(mesh, fn, params, batch), params)
 
 
 @pytest.mark.parametrize("loss", PROBLEMS, ids=label)
-def test_one_reduction_on_a_tpu(loss, tpus):
-    params, batch = PROBLEMS[loss](64, dtype=jnp.dtype("bfloat16"))
-    mesh = make_mesh(devices=tpus, data=8)
-    for k in (1, 2, 8):
-        fn = value_and_grad(loss, k=k, mesh=mesh)
-        check_one_reduction(compile_on(mesh, fn, params, batch), params)
+def test_one_reduction_on_machines_that_are_not_here(loss, eight):
+    mesh = make_mesh(devices=eight, data=8)
+    dtypes = ("float32",) if loss is narrow_attention else ("float32", "bfloat16")
+    for k, dtype in itertools.product((1, 2, 8), dtypes):
+        params, batch = PROBLEMS[loss](64, dtype=jnp.dtype(dtype))
+        program = compile_on(mesh, value_and_grad(loss, k=k, mesh=mesh), params, batch)
+        check_one_reduction(program, params)
 
 
-@pytest.fixture(scope="module")
-def tpus():
-    """Eight TPUs to compile for, where libtpu is installed."""
+@pytest.fixture(scope="module", params=["v5e:2x4", "h100:8"])
+def eight(request):
+    """Eight devices to compile for, where their compiler is installed."""
+    if request.param == "h100:8":
+        pytest.importorskip("jax_cuda12_plugin")
+        return h100_devices(8)
     pytest.importorskip("libtpu")
     return tpu_devices("v5e:2x4")
 
@@ -186,12 +244,20 @@ def test_flops_of_a_device_are_its_share():
 # Values
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_every_mesh_agrees_with_the_whole_batch(size):
+@pytest.mark.parametrize(
+    ("size", "in_place"),
+    [
+        (1, None),
+        (2, False),
+        (4, None),
+        (8, False),
+        *(pytest.param(*row, marks=SLOW) for row in ((1, False), (2, None), (4, False), (8, None))),
+    ],
+)
+def test_every_mesh_agrees_with_the_whole_batch(size, in_place):
     params, batch, expected = masked_problem()
-    for in_place in (None, False):
-        fn = value_and_grad(masked, k=2, weight=kept, mesh=make_mesh(data=size), in_place=in_place)
-        assert_close(jax.jit(fn)(params, batch), expected, ROUNDING)
+    fn = value_and_grad(masked, k=2, weight=kept, mesh=make_mesh(data=size), in_place=in_place)
+    assert_close(jax.jit(fn)(params, batch), expected, ROUNDING)
 
 
 def test_eagerly():
@@ -214,10 +280,17 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map(options, check_vma):
+@pytest.mark.parametrize(
+    ("name", "check_vma"),
+    [
+        *((name, True) for name in OPTIONS),
+        *(("k", False), ("skip", False)),
+        *(pytest.param(n, False, marks=SLOW) for n in OPTIONS if n not in ("k", "skip")),
+    ],
+)
+def test_inside_shard_map(name, check_vma):
     params, batch, expected = masked_problem()
+    options = OPTIONS[name]
     fn = value_and_grad(masked, weight=kept, axis_name="data", **options)
     got = jax.jit(mapped(fn, 4, P(), P("data"), check_vma=check_vma))(params, batch)
     if "stats" in options:
@@ -429,6 +502,15 @@ def test_reducers_over_devices():
     assert got["mean"].sharding.is_fully_replicated
 
 
+@pytest.mark.parametrize("row", [0, 15])  # of the first device, and of the last
+def test_an_extreme_of_one_nan_is_nan_as_on_one_device(row):
+    fn = accumulate(
+        lambda w, x: (x.max(), x.min()), 2, reduce=("max", "min"), mesh=make_mesh(data=4)
+    )
+    got = jax.jit(fn)(jnp.float32(1), jnp.arange(16.0).at[row].set(jnp.nan))
+    assert np.isnan(got).all()
+
+
 def test_concatenated_rows_of_a_ragged_batch_keep_their_order():
     fn = accumulate(
         lambda w, x: w * x, 3, remainder="tail", reduce="concat", mesh=make_mesh(data=2)
@@ -586,10 +668,10 @@ def test_tensor_parallelism_on_every_kind_of_mesh(types):
     mesh = make_mesh(types, data=4, model=2)
     placed = place(params, mesh, TENSOR), place(batch, mesh, P("data"))
     options = {"k": 2, "weight": kept, "mesh": mesh, "arg_specs": {0: TENSOR}}
-    for fn in (
-        value_and_grad(two_layers, **options),
-        accumulate(jax.value_and_grad(two_layers), **options),
-    ):
+    fns = [value_and_grad(two_layers, **options)]
+    if types in (TYPES[0], TYPES[1]):
+        fns.append(accumulate(jax.value_and_grad(two_layers), **options))
+    for fn in fns:
         got = jax.jit(fn)(*placed)
         assert_close(got, expected, ROUNDING)
         if types != (AUTO, EXPLICIT):  # there jax.shard_map itself forgets the explicit axis
@@ -607,7 +689,11 @@ def test_explicit_parameters_without_a_mesh():
         check_sharded_like(jax.tree.map(lambda x: x.sharding, got[1]), placed[0])
 
 
-@pytest.mark.parametrize("types", TYPES, ids=lambda types: "-".join(t.name for t in types))
+@pytest.mark.parametrize(
+    "types",
+    [TYPES[0], TYPES[1], *(pytest.param(types, marks=SLOW) for types in TYPES[2:])],
+    ids=lambda types: "-".join(t.name for t in types),
+)
 def test_arrays_that_are_not_placed_and_no_specs(types):
     params, batch, expected = two_layers_problem()
     mesh = make_mesh(types, data=4, model=2)
@@ -827,33 +913,44 @@ def optax_step(tx, grad, params, state, batch):
     return optax.apply_updates(params, updates), state
 
 
-def test_all_devices_decide_alike_about_an_overflow():
-    # One row of one device overflows in the second of three windows.
+@pytest.mark.parametrize("form", ["replicated", "left to the compiler", "by hand", "axis_name"])
+def test_all_devices_decide_alike_about_an_overflow(form):
+    # One row of one device overflows in the second of three windows, in one parameter of four.
     tx = multi_steps(dynamic_loss_scale(optax.sgd(1.0), init_scale=4.0, growth_interval=100), 2)
     mesh = make_mesh(data=4)
+    options = {
+        "replicated": {"mesh": mesh},
+        "left to the compiler": {"arg_specs": {0: NamedSharding(mesh, P("data"))}},
+        "by hand": {"mesh": mesh, "arg_specs": {0: P("data")}},
+        "axis_name": {"axis_name": "data"},
+    }[form]
 
     def step(params, state, batch):
-        loss = lambda w, x: jnp.mean(w * x)  # noqa: E731
-        grads = accum_jax.grad(loss, k=2, mesh=mesh, loss_scale=loss_scale(state))(params, batch)
+        loss = lambda w, x: jnp.mean(x @ w)  # noqa: E731
+        grads = accum_jax.grad(loss, k=2, loss_scale=loss_scale(state), **options)(params, batch)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
+    if form == "axis_name":  # unchecked, so that each device keeps a state of its own
+        step = mapped(step, 4, P(), P(), P("data"), out_specs=P(), check_vma=False)
     step = jax.jit(step)
-    params, state = jnp.float32(0), tx.init(jnp.float32(0))
-    rows, log = jnp.arange(16.0), []
+    whole = form in ("replicated", "axis_name")
+    params = place(jnp.zeros(4), mesh, P() if whole else P("data"))
+    state, log = tx.init(params), []
+    rows = jnp.tile(jnp.arange(16.0)[:, None], 4)
     for call in range(6):
-        batch = rows.at[3].set(jnp.inf) if call == 2 else rows
+        batch = rows.at[3, 2].set(jnp.inf) if call == 2 else rows
         params, state = step(params, state, place(batch, mesh, P("data")))
-        log.append((float(params), bool(has_updated(state)), float(loss_scale(state))))
+        log.append((params.tolist(), bool(has_updated(state)), float(loss_scale(state))))
     assert log == [
-        (0.0, False, 4.0),
-        (-7.5, True, 4.0),
-        (-7.5, False, 4.0),
-        (-7.5, False, 2.0),
-        (-7.5, False, 2.0),
-        (-15.0, True, 2.0),
+        ([0.0] * 4, False, 4.0),
+        ([-7.5] * 4, True, 4.0),
+        ([-7.5] * 4, False, 4.0),
+        ([-7.5] * 4, False, 2.0),
+        ([-7.5] * 4, False, 2.0),
+        ([-15.0] * 4, True, 2.0),
     ]
-    for x in jax.tree.leaves((params, state)):
+    for x in jax.tree.leaves((params, state) if whole else loss_scale(state)):
         assert len({np.asarray(shard.data).tobytes() for shard in x.addressable_shards}) == 1
 
 
@@ -931,6 +1028,16 @@ def test_arg_specs_of_other_types():
         accumulate(fn, 2, mesh=mesh, arg_specs={5: P()})(jnp.float32(1), jnp.ones(8))
     with raising(ValueError, re.escape("arg_specs[0] does not fit argument w")):
         accumulate(fn, 2, mesh=mesh, arg_specs={0: {"a": P()}})(jnp.float32(1), jnp.ones(8))
+
+
+def test_specs_that_do_not_fit_the_array():
+    fn = accumulate(
+        lambda w, x: w["a"] * x.sum(), 2, mesh=make_mesh(data=4), arg_specs={0: P("data")}
+    )
+    with raising(ValueError, re.escape("axis 0 of w['a'], of size 6"), "4 devices", "'data'"):
+        fn({"a": jnp.ones(6)}, jnp.ones(8))
+    with raising(ValueError, re.escape("w['a'], of rank 0"), "1 entries", "PartitionSpec"):
+        fn({"a": jnp.float32(1)}, jnp.ones(8))
 
 
 def test_rows_that_do_not_divide():
