@@ -326,7 +326,8 @@ def _claims(row: dict[str, Any]) -> list[Claim]:
     elif row["way"] == BY_HAND.name:
         found = {
             "sent in a loop": sent(row, "all", True).bytes,
-            "sent, beside 2 P": abs(sent(row, "all").bytes - 2 * params),
+            "reduced, beside P": abs(sent(row, "reduced").bytes - params),
+            "sent, beyond 2 P": sent(row, "all").bytes - 2 * params,
         }
     else:
         return []

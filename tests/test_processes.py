@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from layers import assert_close, layered_problem, masked
+from test_readme import BLOCKS
 
 HERE = Path(__file__).parent
 UPDATES = 6
@@ -29,21 +31,30 @@ def free_port() -> int:
 
 
 def launch(axes: dict[str, int], *options: str, timeout: float = 100) -> list[tuple[int, str, str]]:
-    """Runs two processes of four devices each; returns code, output and errors of both."""
+    """Runs two workers of four devices each; returns code, output and errors of both."""
     shared = [
-        *(sys.executable, HERE / "worker.py", "--port", str(free_port()), "--processes", "2"),
+        *(sys.executable, str(HERE / "worker.py"), "--port", str(free_port()), "--processes", "2"),
         *("--devices", "4", "--axes", json.dumps(axes), "--updates", str(UPDATES), *options),
     ]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
+    path = os.pathsep.join([str(HERE.parent), str(HERE)])
+    return run_both(
+        [([*shared, "--process", str(i)], {"PYTHONPATH": path}) for i in range(2)], timeout
+    )
+
+
+def run_both(
+    commands: list[tuple[list[str], dict[str, str]]], timeout: float
+) -> list[tuple[int, str, str]]:
+    """Runs commands side by side, each with its variables; returns code, output and errors."""
     running = [
         subprocess.Popen(
-            [*shared, "--process", str(i)],
+            command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=env,
+            env={**os.environ, **variables},
         )
-        for i in range(2)
+        for command, variables in commands
     ]
     deadline, ended = time.monotonic() + timeout, []
     try:
@@ -113,3 +124,39 @@ def test_a_process_dies_and_the_run_is_taken_up_again(tmp_path):
     assert first["start"] == 3
     assert first["values"] == whole["values"][3:]
     assert first["params"] == whole["params"]
+
+
+@pytest.mark.slow
+def test_recipe_of_the_readme_on_two_hosts_and_taken_up_again(tmp_path):
+    (code,) = [b["code"] for b in BLOCKS if "jax.distributed.initialize" in b["code"]]
+    code += "print([x.hex() for x in np.asarray(params.addressable_data(0)).tolist()])\n"
+
+    def run(updates, folder, hosts=2):
+        variables = {
+            "PYTHONPATH": str(HERE.parent),
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // hosts}",
+            "JAX_PLATFORMS": "cpu",
+            "FOLDER": str(folder),
+        }
+        if hosts > 1:
+            variables["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
+            variables["COORDINATOR"] = f"127.0.0.1:{free_port()}"
+            variables["HOSTS"] = str(hosts)
+        script = code.replace('"count")), 4)', f'"count")), {updates})')
+        commands = [
+            ([sys.executable, "-c", script], variables | ({"HOST": str(i)} if hosts > 1 else {}))
+            for i in range(hosts)
+        ]
+        ended = run_both(commands, timeout=100)
+        for status, _, err in ended:
+            assert status == 0, err
+        return [out.splitlines()[-2:] for _, out, _ in ended]
+
+    first, second = run(2, tmp_path / "two")
+    assert first[0] == second[0] == "2 True"
+    first, second = run(4, tmp_path / "two")
+    assert first == second
+    (alone,) = run(4, tmp_path / "one", hosts=1)
+    assert alone[0] == first[0] == "4 True"
+    each = [[float.fromhex(x) for x in ast.literal_eval(end[1])] for end in (alone, first)]
+    assert each[1] == pytest.approx(each[0], rel=1e-5)
