@@ -84,14 +84,14 @@ def _explicit(model: Model, k: int, mesh: Mesh) -> Callable[..., Any]:
     grad_fn = jax.value_and_grad(model.loss_fn)
 
     def accumulated(params, batch):
-        reduced = jax.tree.map(lambda x: jax.reshard(x, P(reduced={"data"})), params)
+        reduced = jax.tree.map(lambda x: jax.reshard(x, P(reduced=frozenset({"data"}))), params)
         split = jax.tree.map(lambda x: x.reshape(-1, k, *x.shape[1:]), batch)
 
         def body(total, i):
             rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, False), split)
             return jax.tree.map(jnp.add, total, grad_fn(reduced, rows)), None
 
-        unreduced = NamedSharding(mesh, P(unreduced={"data"}))
+        unreduced = NamedSharding(mesh, P(unreduced=frozenset({"data"})))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=unreduced), params)
         (value, total), _ = jax.lax.scan(body, (jnp.zeros(()), zeros), jnp.arange(k))
         return value / k, jax.tree.map(lambda x: jax.reshard(x, P()) / k, total)
@@ -265,8 +265,8 @@ def run(quick: bool, targets: Sequence[Target], announce: Callable[[str], None])
         child.wait()
     machines = list(dict.fromkeys(row["machine"] for row in rows))
     tables = [_table([row for row in rows if row["machine"] == name]) for name in machines]
-    claims = [claim for row in rows for claim in _claims(row)]
-    return Result(rows, tables, claims, lambda figure: _draw(figure, rows))
+    found = [claim for row in rows for claim in claims(row)]
+    return Result(rows, tables, found, lambda figure: _draw(figure, rows))
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
@@ -308,7 +308,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     )
 
 
-def _claims(row: dict[str, Any]) -> list[Claim]:
+def claims(row: dict[str, Any]) -> list[Claim]:
     """What has to hold of our ways, in bytes."""
     params, name = row["params"], f"{row['machine']}, {row['way']}, k = {row['k']}"
     if row["way"] == MESH.name:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from benchmarks import accuracy, memory, models, report, speed, ways
+from accum_jax import Collective
+from benchmarks import accuracy, collectives, memory, models, report, speed, ways
 from benchmarks.__main__ import main
 from benchmarks.targets import Target
 
@@ -94,6 +95,32 @@ def test_memory_counts_what_the_state_holds():
     assert once["held"] == 0
 
 
+def test_what_is_sent_is_told_apart():
+    each = [
+        Collective("all-reduce", "float32", 4, True, 8),  # a scalar
+        Collective("all-reduce", "bfloat16", 100, True, 8),
+        Collective("reduce-scatter", "float32", 1000, False, 1),
+        Collective("all-gather", "float32", 200, True, 4),
+        Collective("all-gather", "int32", 300, False, 1),
+    ]
+    row = {"collectives": [c._asdict() for c in each]}
+    sent = collectives.sent
+    assert sent(row, "reduced", True) == collectives.Sent(8, 800, ("bfloat16",))
+    assert sent(row, "reduced") == collectives.Sent(9, 1800, ("bfloat16", "float32"))
+    assert sent(row, "moved", False) == collectives.Sent(0, 0, ())
+    assert sent(row, "batch") == collectives.Sent(1, 300, ("int32",))
+    assert sent(row, "all", False) == collectives.Sent(2, 1300, ("float32", "int32"))
+
+
+@pytest.mark.slow
+def test_every_way_to_spread_a_transformer():
+    """Each compiles, and what has to hold of it holds, for a small model on the CPU."""
+    for way in collectives.WAYS:
+        row = collectives.measure(collectives.CPU, jax.devices(), way, 2, layers=2, width=64)
+        claims = collectives.claims(row)
+        assert [claim.text for claim in claims if claim.verdict != "holds"] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -114,6 +141,14 @@ def test_memory_must_hold():
     claims = memory.run(quick=True, targets=[], announce=lambda text: None).claims
     assert [claim.text for claim in claims if claim.verdict != "holds"] == []
     assert len(claims) == 3
+
+
+@pytest.mark.slow
+def test_collectives_must_hold():
+    """One reduction of P float32 bytes with `mesh=`, in a process that has eight devices."""
+    result = collectives.run(quick=True, targets=[], announce=lambda text: None)
+    assert [claim.text for claim in result.claims if claim.verdict != "holds"] == []
+    assert {row["k"] for row in result.rows} == {1, 2, 8}
 
 
 @pytest.mark.slow

@@ -154,9 +154,9 @@ def whole_batch(loss: Any) -> Any:
 @pytest.mark.parametrize(
     ("loss", "k"),
     [
-        *itertools.product((perceptron, layered), (1, 2, 8)),
-        *(pytest.param(attention, k, marks=SLOW) for k in (1, 2)),
-        (attention, 8),
+        *itertools.product((perceptron, layered), (1, 8)),
+        *((perceptron, 2), (attention, 8)),
+        *(pytest.param(*row, marks=SLOW) for row in ((layered, 2), (attention, 1), (attention, 2))),
     ],
     ids=label,
 )
@@ -191,7 +191,14 @@ def test_one_float32_reduction_of_narrow_and_finished_gradients(loss, k, dtype, 
     check_one_reduction(compile_on(mesh, fn, params, batch), params)
 
 
-@pytest.mark.parametrize("loss", PROBLEMS, ids=label)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(perceptron, layered),
+        *(pytest.param(loss, marks=SLOW) for loss in (attention, narrow_attention)),
+    ],
+    ids=label,
+)
 def test_one_reduction_on_machines_that_are_not_here(loss, eight):
     mesh = make_mesh(devices=eight, data=8)
     dtypes = ("float32",) if loss is narrow_attention else ("float32", "bfloat16")
@@ -257,14 +264,15 @@ def test_flops_of_a_device_are_its_share():
     ],
 )
 def test_every_mesh_agrees_with_the_whole_batch(size, in_place):
-    params, batch, expected = masked_problem()
-    fn = value_and_grad(masked, k=2, weight=kept, mesh=make_mesh(data=size), in_place=in_place)
+    loss, problem = (masked, masked_problem) if size == 8 else (two_layers, two_layers_problem)
+    params, batch, expected = problem()
+    fn = value_and_grad(loss, k=2, weight=kept, mesh=make_mesh(data=size), in_place=in_place)
     assert_close(jax.jit(fn)(params, batch), expected, ROUNDING)
 
 
 def test_eagerly():
-    params, batch, expected = masked_problem()
-    fn = value_and_grad(masked, k=2, weight=kept, mesh=make_mesh(data=4))
+    params, batch, expected = two_layers_problem()
+    fn = value_and_grad(two_layers, k=2, weight=kept, mesh=make_mesh(data=4))
     with compilations() as before:
         assert_close(fn(params, batch), expected, ROUNDING)
     with compilations() as after:
@@ -291,9 +299,9 @@ OPTIONS = {
     ],
 )
 def test_inside_shard_map(name, check_vma):
-    params, batch, expected = masked_problem()
+    params, batch, expected = two_layers_problem()
     options = OPTIONS[name]
-    fn = value_and_grad(masked, weight=kept, axis_name="data", **options)
+    fn = value_and_grad(two_layers, weight=kept, axis_name="data", **options)
     got = jax.jit(mapped(fn, 4, P(), P("data"), check_vma=check_vma))(params, batch)
     if "stats" in options:
         got, stats = got
@@ -321,8 +329,8 @@ def by_device(batch, size):
 
 
 def test_inside_vmap():
-    params, batch, expected = masked_problem()
-    fn = value_and_grad(masked, k=2, weight=kept, axis_name="data")
+    params, batch, expected = two_layers_problem()
+    fn = value_and_grad(two_layers, k=2, weight=kept, axis_name="data")
     each = jax.vmap(fn, (None, 0), axis_name="data")
     got = jax.jit(each)(params, by_device(batch, 4))
     for device in range(4):
@@ -330,20 +338,20 @@ def test_inside_vmap():
 
 
 def test_inside_pmap():
-    params, batch, expected = masked_problem()
-    fn = value_and_grad(masked, k=2, weight=kept, axis_name="data")
+    params, batch, expected = two_layers_problem()
+    fn = value_and_grad(two_layers, k=2, weight=kept, axis_name="data")
     got = jax.pmap(fn, "data", in_axes=(None, 0))(params, by_device(batch, 4))
     assert_close(jax.tree.map(lambda x: x[0], got), expected, ROUNDING)
     assert_close(jax.tree.map(lambda x: x[3], got), expected, ROUNDING)
 
 
 def test_several_data_axes():
-    params, batch, expected = masked_problem()
+    params, batch, expected = two_layers_problem()
     mesh = make_mesh(replica=2, data=4)
     axes = ("replica", "data")
-    fn = value_and_grad(masked, k=2, weight=kept, mesh=mesh, data_axes=axes)
+    fn = value_and_grad(two_layers, k=2, weight=kept, mesh=mesh, data_axes=axes)
     assert_close(jax.jit(fn)(params, batch), expected, ROUNDING)
-    inner = value_and_grad(masked, k=2, weight=kept, axis_name=axes)
+    inner = value_and_grad(two_layers, k=2, weight=kept, axis_name=axes)
     fn = jax.shard_map(inner, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P())
     assert_close(jax.jit(fn)(params, batch), expected, ROUNDING)
 
@@ -386,9 +394,9 @@ def test_leaves_of_other_rank_and_without_a_batch():
 
 
 def test_stacked_microbatches():
-    params, batch, expected = masked_problem()
+    params, batch, expected = two_layers_problem()
     stacked = jax.tree.map(lambda x: x.reshape(4, 8, *x.shape[1:]), batch)
-    fn = value_and_grad(masked, weight=kept, stacked=True, mesh=make_mesh(data=4))
+    fn = value_and_grad(two_layers, weight=kept, stacked=True, mesh=make_mesh(data=4))
     assert_close(jax.jit(fn)(params, stacked), expected, ROUNDING)
 
 
@@ -769,6 +777,12 @@ def scanned_problem(num_rows, *, num_layers=8, width=64):
     return jax.tree.map(jnp.float32, (params, batch))
 
 
+@functools.cache
+def small_scanned_problem() -> Any:
+    params, batch = scanned_problem(64, num_layers=2, width=32)
+    return params, batch, jax.jit(jax.value_and_grad(scanned))(params, batch)
+
+
 def check_sharded_like(shardings: Any, placed: Any) -> None:
     each = zip(jax.tree.leaves(shardings), jax.tree.leaves(placed), strict=True)
     for sharding, x in each:
@@ -789,8 +803,16 @@ def num_bytes(program: Any, **wanted: Any) -> int:
     )
 
 
-@pytest.mark.parametrize("form", ["fsdp", "hybrid"])
-def test_fsdp_left_to_the_compiler_holds_one_local_gradient_more(form):
+@pytest.mark.parametrize(
+    ("form", "api"),
+    [
+        ("fsdp", "value_and_grad"),
+        ("hybrid", "accumulate"),
+        pytest.param("fsdp", "accumulate", marks=SLOW),
+        pytest.param("hybrid", "value_and_grad", marks=SLOW),
+    ],
+)
+def test_fsdp_left_to_the_compiler_holds_one_local_gradient_more(form, api):
     axes = {"fsdp": 8} if form == "fsdp" else {"replica": 2, "fsdp": 4}
     mesh = make_mesh(**axes)
     params, batch = map(shapes, scanned_problem(512))
@@ -805,21 +827,21 @@ def test_fsdp_left_to_the_compiler_holds_one_local_gradient_more(form):
     options = {"arg_specs": {0: shardings}}
     if form == "hybrid":
         options = {"arg_specs": {0: FSDP}, "mesh": mesh, "data_axes": "replica"}
-    for fn in (
-        accum_jax.grad(scanned, k=8, **options),
-        accumulate(jax.grad(scanned), 8, **options),
-    ):
-        program = compile_for(fn, params, batch)
-        check_sharded_like(program.output_shardings, params)
-        assert temp_bytes(program) <= 1.1 * held
-        if form == "hybrid":  # one reduction of a shard over the replicas
-            assert num_bytes(program, kind="all-reduce", inside_loop=False) == local_bytes(params)
+    fn = (
+        accum_jax.grad(scanned, k=8, **options)
+        if api == "value_and_grad"
+        else accumulate(jax.grad(scanned), 8, **options)
+    )
+    program = compile_for(fn, params, batch)
+    check_sharded_like(program.output_shardings, params)
+    assert temp_bytes(program) <= 1.1 * held
+    if form == "hybrid":  # one reduction of a shard over the replicas
+        assert num_bytes(program, kind="all-reduce", inside_loop=False) == local_bytes(params)
 
 
 def test_fsdp_by_hand_gathers_once_and_scatters_once():
     mesh = make_mesh(fsdp=8)
-    params, batch = scanned_problem(128, num_layers=2, width=32)
-    expected = jax.value_and_grad(scanned)(params, batch)
+    params, batch, expected = small_scanned_problem()
     params, batch = place(params, mesh, FSDP), place(batch, mesh, P("fsdp"))
     whole = 4 * sum(x.size for x in jax.tree.leaves(params))
     options = {"mesh": mesh, "data_axes": "fsdp", "arg_specs": {0: FSDP}}
@@ -837,24 +859,24 @@ def test_fsdp_by_hand_gathers_once_and_scatters_once():
         check_sharded_like(jax.tree.map(lambda x: x.sharding, got[1]), params)
 
 
-def test_hybrid_and_tensor_parallel_values():
-    params, batch = scanned_problem(64, num_layers=2, width=16)
-    expected = jax.value_and_grad(scanned)(params, batch)
+@pytest.mark.parametrize(
+    "data_axes", ["replica", pytest.param(("replica", "fsdp"), marks=SLOW)], ids=str
+)
+def test_hybrid_and_tensor_parallel_values(data_axes):
+    params, batch, expected = small_scanned_problem()
     mesh = make_mesh(replica=2, fsdp=2, model=2)
     # Gathered by hand over "replica", left to the compiler over "model", and "fsdp" both ways.
     specs = {"layers": P(None, ("replica", "fsdp"), "model"), "out": P("model")}
     placed = place(params, mesh, specs)
-    for data_axes in ("replica", ("replica", "fsdp")):
-        fn = value_and_grad(scanned, k=4, mesh=mesh, data_axes=data_axes, arg_specs={0: specs})
-        got = jax.jit(fn)(placed, batch)
-        assert_close(got, expected, ROUNDING)
-        check_sharded_like(jax.tree.map(lambda x: x.sharding, got[1]), placed)
+    fn = value_and_grad(scanned, k=4, mesh=mesh, data_axes=data_axes, arg_specs={0: specs})
+    got = jax.jit(fn)(placed, batch)
+    assert_close(got, expected, ROUNDING)
+    check_sharded_like(jax.tree.map(lambda x: x.sharding, got[1]), placed)
 
 
 def test_specs_by_an_ambient_mesh():
-    params, batch = scanned_problem(64, num_layers=2, width=16)
+    params, batch, expected = small_scanned_problem()
     mesh = make_mesh(fsdp=4)
-    expected = jax.value_and_grad(scanned)(params, batch)
     fn = jax.jit(value_and_grad(scanned, k=4, arg_specs={0: FSDP}))
     with jax.set_mesh(mesh):
         got = fn(params, batch)
@@ -864,7 +886,10 @@ def test_specs_by_an_ambient_mesh():
         jax.jit(accumulate(jax.grad(scanned), 4, arg_specs={0: FSDP}))(params, batch)
 
 
-def test_adapters_over_a_frozen_sharded_base():
+@pytest.mark.parametrize(  # left to the compiler, and gathered once
+    "data_axes", ["data", pytest.param(("data", "fsdp"), marks=SLOW)], ids=str
+)
+def test_adapters_over_a_frozen_sharded_base(data_axes):
     mesh = make_mesh(data=2, fsdp=4)
     base, batch = scanned_problem(64, num_layers=2, width=16)
     adapters = {"a": jnp.full((2, 16, 2), 0.1), "b": jnp.full((2, 2, 16), 0.1)}
@@ -873,22 +898,21 @@ def test_adapters_over_a_frozen_sharded_base():
         layers = base["layers"] + adapters["a"] @ adapters["b"]
         return scanned({**base, "layers": layers}, batch)
 
-    expected = jax.value_and_grad(loss)(adapters, base, batch)
-    for data_axes in ("data", ("data", "fsdp")):  # left to the compiler, and gathered once
-        fn = value_and_grad(
-            loss, k=4, batch_argnums=2, mesh=mesh, data_axes=data_axes, arg_specs={1: FSDP}
-        )
-        placed = place(base, mesh, FSDP)
-        assert_close(jax.jit(fn)(adapters, placed, batch), expected, ROUNDING)
+    expected = jax.jit(jax.value_and_grad(loss))(adapters, base, batch)
+    fn = value_and_grad(
+        loss, k=4, batch_argnums=2, mesh=mesh, data_axes=data_axes, arg_specs={1: FSDP}
+    )
+    placed = place(base, mesh, FSDP)
+    assert_close(jax.jit(fn)(adapters, placed, batch), expected, ROUNDING)
 
 
 # Updates
 
 
 def test_replicas_stay_equal_bit_for_bit():
-    params, batch, _ = masked_problem()
+    params, batch, _ = two_layers_problem()
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
-    fn = accum_jax.grad(masked, k=2, weight=kept, axis_name="data")
+    fn = accum_jax.grad(two_layers, k=2, weight=kept, axis_name="data")
 
     def step(params, state, batch):
         updates, state = tx.update(fn(params, batch), state, params)
@@ -897,7 +921,7 @@ def test_replicas_stay_equal_bit_for_bit():
     # Unchecked, so that each device keeps parameters of its own.
     train = jax.jit(mapped(step, 8, P(), P(), P("data"), out_specs=P(), check_vma=False))
     alone = jax.jit(
-        lambda params, state, batch: optax_step(tx, jax.grad(masked), params, state, batch)
+        lambda params, state, batch: optax_step(tx, jax.grad(two_layers), params, state, batch)
     )
     got = expected = params, tx.init(params)
     for _ in range(10):
@@ -915,7 +939,13 @@ def optax_step(tx, grad, params, state, batch):
     return optax.apply_updates(params, updates), state
 
 
-@pytest.mark.parametrize("form", ["replicated", "left to the compiler", "by hand", "axis_name"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        *("by hand", "axis_name"),
+        *(pytest.param(form, marks=SLOW) for form in ("replicated", "left to the compiler")),
+    ],
+)
 def test_all_devices_decide_alike_about_an_overflow(form):
     # One row of one device overflows in the second of three windows, in one parameter of four.
     tx = multi_steps(dynamic_loss_scale(optax.sgd(1.0), init_scale=4.0, growth_interval=100), 2)
@@ -981,7 +1011,6 @@ def test_accumulated_loss_is_differentiated_over_devices():
             accum_jax.accumulated_loss(masked, 2, weight=kept, axis_name="data"), 4, P(), P("data")
         ),
     ):
-        assert_close(jax.jit(fn)(params, batch), expected[0], ROUNDING)
         assert_close(jax.jit(jax.value_and_grad(fn))(params, batch), expected, ROUNDING)
     inside = mapped(
         jax.value_and_grad(accum_jax.accumulated_loss(masked, 2, weight=kept, axis_name="data")),
