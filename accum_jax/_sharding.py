@@ -17,9 +17,14 @@ from ._split import Batch, is_array
 
 @dataclasses.dataclass(frozen=True)
 class DataAxes:
-    """The mapped axes over which the rows of a batch are spread; none for one device."""
+    """The mapped axes over which the rows of a batch are spread; none for one device.
+
+    `alone`: they have one device between them, and the map around it does not ask for reductions.
+    XLA cannot partition a collective over one device of what other axes shard.
+    """
 
     names: tuple[Any, ...] = ()
+    alone: bool = False
 
     @property
     def size(self) -> int:
@@ -52,7 +57,7 @@ class DataAxes:
 
     def sum(self, x: Any, spec: Any = None) -> Any:
         """The sum over devices, in float32 or wider; each device keeps its shard by `spec`."""
-        if not self.names:
+        if not self.names or self.alone:
             return x
         if isinstance(x, int):
             return x * self.size
@@ -79,7 +84,7 @@ class DataAxes:
 
     def _mapped(self, spec: Any) -> list[tuple[int, tuple[Any, ...]]]:
         """The dimensions of a spec that data axes shard, with those axes."""
-        entries = enumerate(map(_names, keep_axes(spec, self.names)))
+        entries = enumerate(map(_names, keep_axes(spec, () if self.alone else self.names)))
         return [(dim, entry) for dim, entry in entries if entry]
 
     def _free(self, spec: Any) -> tuple[Any, list[Any]]:
@@ -166,7 +171,7 @@ class DataAxes:
 
     def extreme(self, name: str, x: jax.Array) -> jax.Array:
         """The largest or smallest over devices."""
-        if not self.names:
+        if not self.names or self.alone:
             return x
         extreme = lax.pmax if name == "max" else lax.pmin
         if x.dtype == jnp.bool_:

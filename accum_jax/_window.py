@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -148,7 +149,9 @@ def _run_mapped(
     kwargs: dict[str, Any],
 ) -> tuple[Any, Any, AccumulationStats | None]:
     """The same on every device of the data axes, with its own rows; other axes stay automatic."""
-    axes, mesh = DataAxes(options.data_axes), options.mesh
+    mesh = options.mesh
+    alone = math.prod(mesh.shape[name] for name in options.data_axes) == 1
+    axes = DataAxes(options.data_axes, alone)
     batch = find_batch(options, args)
     axes.check_divides(options.fn, batch, mesh)
     at = positions(options.batch_argnums, len(args))
@@ -193,6 +196,7 @@ def _run_mapped(
         in_specs=(in_specs,),
         out_specs=(out_specs, gradient_specs, PartitionSpec()),
         axis_names=set(axes.names),
+        check_vma=not alone,
     )
     results, gradients, stats = show(mapped(axes.arrange(arrays, in_specs, mesh)))
     return loops[-1].output(results), loops[-1].gradients(gradients), stats

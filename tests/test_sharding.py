@@ -270,6 +270,28 @@ def test_every_mesh_agrees_with_the_whole_batch(size, in_place):
     assert_close(jax.jit(fn)(params, batch), expected, ROUNDING)
 
 
+@pytest.mark.parametrize("in_place", [None, False])
+def test_one_device_of_the_data_axis_beside_sharded_parameters(in_place):
+    """XLA cannot reduce over one device what another axis shards: nothing is to be reduced."""
+    params, batch = PROBLEMS[perceptron](64)
+    mesh = make_mesh(replica=1, fsdp=4)
+    specs = {"w1": P(None, "fsdp"), "w2": P("fsdp")}
+    step = value_and_grad(
+        perceptron,
+        k=2,
+        in_place=in_place,
+        weight=lambda batch: jnp.sum(batch["y"]),
+        stats="counts",
+        mesh=mesh,
+        data_axes="replica",
+        arg_specs={0: specs},
+    )
+    out, stats = jax.jit(step)(place(params, mesh, specs), batch)
+    assert_close(out, whole_batch(perceptron), ROUNDING)
+    assert jax.tree.map(lambda x: x.sharding.spec, out[1]) == specs
+    assert (int(stats.num_examples), float(stats.total_weight)) == (64, 64.0)
+
+
 def test_eagerly():
     params, batch, expected = two_layers_problem()
     fn = value_and_grad(two_layers, k=2, weight=kept, mesh=make_mesh(data=4))
