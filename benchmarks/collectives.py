@@ -73,10 +73,20 @@ def _automatic(axis: int) -> Callable[[Model, int, Mesh], Callable[..., Any]]:
     return lambda model, k, mesh: ways.hand_written_scan(jax.value_and_grad(model.loss_fn), k, axis)
 
 
-def _ours(**options: Any) -> Callable[[Model, int, Mesh], Callable[..., Any]]:
-    return lambda model, k, mesh: accum_jax.value_and_grad(
-        model.loss_fn, k=k, **{"mesh": mesh, **options}
-    )
+def _ours(
+    specs: dict[str, P] | None = None, data_axes: str | None = "data"
+) -> Callable[[Model, int, Mesh], Callable[..., Any]]:
+    """`accum_jax.value_and_grad`, mapped over `data_axes`; None leaves all to the compiler."""
+
+    def grad_fn(model, k, mesh):
+        arg_specs = None if specs is None else {0: specs}
+        if data_axes is None:
+            return accum_jax.value_and_grad(model.loss_fn, k=k, arg_specs=arg_specs)
+        return accum_jax.value_and_grad(
+            model.loss_fn, k=k, mesh=mesh, data_axes=data_axes, arg_specs=arg_specs
+        )
+
+    return grad_fn
 
 
 def _explicit(model: Model, k: int, mesh: Mesh) -> Callable[..., Any]:
@@ -126,7 +136,7 @@ MESH = Way("mesh=", {"data": 8}, _ours())
 LEFT = Way(
     "FSDP, left to the compiler",
     {"fsdp": 8},
-    _ours(mesh=None, arg_specs={0: _FSDP}),
+    _ours(_FSDP, None),
     _FSDP,
     ("fsdp",),
     _SPREAD,
@@ -134,7 +144,7 @@ LEFT = Way(
 HYBRID = Way(
     "hybrid, 2 x FSDP over 4",
     {"replica": 2, "fsdp": 4},
-    _ours(data_axes="replica", arg_specs={0: _FSDP}),
+    _ours(_FSDP, "replica"),
     _FSDP,
     ("replica", "fsdp"),
     _SPREAD,
@@ -142,14 +152,14 @@ HYBRID = Way(
 BY_HAND = Way(
     "FSDP, gathered once",
     {"fsdp": 8},
-    _ours(data_axes="fsdp", arg_specs={0: _FSDP}),
+    _ours(_FSDP, "fsdp"),
     _FSDP,
     ("fsdp",),
 )
 TENSOR = Way(
     "mesh=, tensor parallel over 2",
     {"data": 4, "model": 2},
-    _ours(arg_specs={0: _TENSOR}),
+    _ours(_TENSOR),
     _TENSOR,
 )
 WAYS = (CONTIGUOUS, STRIDED, EXPLICIT, MESH, LEFT, HYBRID, BY_HAND, TENSOR)
