@@ -16,6 +16,7 @@ Optimizers, for loops that see one microbatch a call, and for float16:
 Questions:
   `audit`             is accumulating this loss the same as the whole batch?
   `audit_step`        is this accumulated step, and if not, why? (`AuditReport`, `Problem`)
+  `plan`              which microbatch fits in memory, here or on a machine that is not here?
 """
 
 from ._accumulate import accumulate as accumulate
@@ -38,6 +39,9 @@ from ._multi_steps import multi_steps as multi_steps
 from ._opt_state import LossScaleState as LossScaleState
 from ._opt_state import MultiStepsState as MultiStepsState
 from ._opt_state import telemetry as telemetry
+from ._plan import Plan as Plan
+from ._plan import PlanRow as PlanRow
+from ._plan import plan as plan
 from ._problem import Problem as Problem
 from ._reduce import thread as thread
 from ._stats import AccumulationStats as AccumulationStats

@@ -97,9 +97,9 @@ def _print(report: Any) -> None:
         return
     from rich.console import Console
 
-    from ._report import audit_rich
+    from ._report import rich_text
 
-    Console(highlight=False, soft_wrap=True).print(audit_rich(report))
+    Console(highlight=False, soft_wrap=True).print(rich_text(report))
 
 
 def load(name: str) -> Callable[..., Any]:

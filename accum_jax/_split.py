@@ -215,13 +215,13 @@ def _rows(
                 f"{fn}: k={k} is more than the effective batch of {size} ({where}): a microbatch "
                 f"has at least one row. Use k <= {size}."
             )
-        rows, asked, choices = -(-size // k), f"k={k}", _near(_divisors(size), k)
+        rows, asked, choices = -(-size // k), f"k={k}", near(divisors(size), k)
     else:
         assert microbatch_size is not None
         rows, asked = microbatch_size, f"microbatch_size={microbatch_size}"
         if rows > size and remainder == "tail":  # a short last batch is one microbatch
             return size
-        choices = _near(_divisors(size), microbatch_size)
+        choices = near(divisors(size), microbatch_size)
     exact = size % (rows if k is None else k) == 0
     if not exact and remainder == "error":
         name = "k" if k is not None else "microbatch_size"
@@ -236,10 +236,10 @@ def _rows(
     return rows
 
 
-def _divisors(size: int) -> list[int]:
+def divisors(size: int) -> list[int]:
     small = [d for d in range(1, int(size**0.5) + 1) if size % d == 0]
     return sorted({*small, *(size // d for d in small)})
 
 
-def _near(choices: list[int], wanted: int, limit: int = 12) -> list[int]:
+def near(choices: list[int], wanted: int, limit: int = 12) -> list[int]:
     return sorted(sorted(choices, key=lambda c: abs(c - wanted))[:limit])
