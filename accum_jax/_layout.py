@@ -1,4 +1,4 @@
-"""The shapes of one update, laid out on the devices to compile for."""
+"""The shapes of one update, on the devices to compile for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._targets import find_target, target_of
 
 
 class Layout:
-    """The shapes of one update, laid out on the devices to compile for."""
+    """The shapes of one update, on the devices to compile for."""
 
     def __init__(self, tx: Any, params: Any, batch: Any, key: Any, target: Any, data_parallel: int):
         params, batch = structs("params", params), structs("batch", batch)
@@ -51,7 +51,7 @@ class Layout:
             )
         self.rows = self.num_rows // data_parallel
         if not self.batch_axes:  # one device's part
-            batch = jax.tree.map(lambda x: _resized(x, self.rows), batch)
+            batch = with_rows(batch, self.rows)
         self.params, self.batch = self.place(params), self.place(batch)
         self.opt_state = () if tx is None else self.place(_optimizer_state(tx, params))
         self.key = None if key is None else self.place(structs("key", key))
@@ -166,8 +166,13 @@ def _row_axes(batch: Any) -> tuple[Any, ...]:
     return axes.pop() if axes else ()
 
 
-def _resized(x: Any, rows: int) -> Any:
-    return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=x.sharding)
+def with_rows(batch: Any, rows: int) -> Any:
+    """The shapes of a batch of as many rows."""
+    batch = structs("batch", batch)
+    _find_rows(batch)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=x.sharding), batch
+    )
 
 
 def _optimizer_state(tx: Any, params: Any) -> Any:

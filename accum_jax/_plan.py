@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
@@ -170,8 +171,8 @@ def plan(
 
     The whole update is compiled: `accum_jax.value_and_grad(loss_fn, k=...)`, `tx.update` and
     `optax.apply_updates` in one jit, with parameters and optimizer state donated. The compiler says
-    what it needs. Memory grows with the microbatch, so bisection finds the
-    boundary: of n candidates at most 2 + log2(n) are compiled, the whole batch (k = 1) first.
+    what it needs. Memory grows with the microbatch, so few candidates have to be compiled to find
+    the largest that fits: of n at most 2 + log2(n), the whole batch (k = 1) first.
     `plan.best.microbatch_size` is what `value_and_grad` takes; the effective batch never changes.
 
     Cost: the compilations. Only shapes are used, so a model larger than this machine can be
@@ -230,6 +231,7 @@ def plan(
       ('accumulate', 8)
     """
     return make_plan(
+        lambda done, most, microbatch_size: None,
         loss_fn,
         tx,
         params,
@@ -243,28 +245,27 @@ def plan(
         key=key,
         has_aux=has_aux,
         step=step,
-        announce=lambda microbatch_size, k: None,
     )
 
 
 def make_plan(
+    announce: Callable[[int, int, int], None],
     loss_fn: Any,
     tx: Any,
     params: Any,
     batch: Any,
     *,
-    memory_limit: Any,
-    headroom: Any,
-    target: Any,
-    microbatch_sizes: Any,
-    data_parallel: Any,
-    weight: Any,
-    key: Any,
-    has_aux: Any,
-    step: Any,
-    announce: Callable[[int, int], None],
+    memory_limit: Any = None,
+    headroom: Any = 0.1,
+    target: Any = None,
+    microbatch_sizes: Any = None,
+    data_parallel: Any = 1,
+    weight: Any = None,
+    key: Any = None,
+    has_aux: Any = False,
+    step: Any = None,
 ) -> Plan:
-    """`plan`, which tells `announce(microbatch_size, k)` before each compilation."""
+    """`plan`, telling `announce(done, most, microbatch_size)` of each compilation before it."""
     if step is None:
         check_callable("plan", "loss_fn", loss_fn)
         if tx is None:
@@ -296,11 +297,11 @@ def make_plan(
         budget = math.inf if limit is None else limit * (1 - headroom)
         accumulator = layout.accumulator_bytes if step is None else 0
 
-        def compile_row(microbatch_size: int) -> PlanRow:
-            announce(microbatch_size, layout.rows // microbatch_size)
+        def compile_row(done: int, most: int, microbatch_size: int) -> PlanRow:
+            announce(done, most, microbatch_size)
             return _compile_row(layout, make, microbatch_size, accumulator, budget)
 
-        rows = _search(candidates, compile_row)
+        rows = _search(candidates, compile_row, budget)
         verdict = _verdict(rows)
     machine = layout.target.machine
     made = Plan(
@@ -425,26 +426,35 @@ def _compile_row(
     )
 
 
-def _search(candidates: list[int], compile_row: Callable[[int], PlanRow]) -> tuple[PlanRow, ...]:
+def _search(
+    candidates: list[int], compile_row: Callable[[int, int, int], PlanRow], budget: float
+) -> tuple[PlanRow, ...]:
     """The rows of the largest candidate that fits, the next, and those that led there.
 
-    The largest is tried first; where it does not fit, bisection finds the last that does, if any.
+    The largest is tried first. Where it does not fit, the next to try is the one that would be the
+    largest to fit if activations grew in proportion to the microbatch; or, where the compilations
+    left could then not search the rest by halves, the nearest to it for which they can.
     """
     rows: dict[int, PlanRow] = {}
-    low, high = -1, len(candidates) - 1
+    most = 2 + int(math.log2(len(candidates)))
+    low, high = -1, len(candidates) - 1  # the last known to fit, the first known not to
+    at = high
+    while True:
+        row = rows[at] = compile_row(len(rows), most, candidates[at])
+        low, high = (at, high) if row.fits else (low, at)
+        if high - low <= 1:
+            return tuple(rows[at] for at in sorted(rows))
+        reach = 2 ** (most - len(rows) - 1)
+        at = min(max(_guess(candidates, row, budget), low + 1, high - reach), high - 1, low + reach)
 
-    def fits(at: int) -> bool:
-        rows[at] = compile_row(candidates[at])
-        return rows[at].fits
 
-    if not fits(high):
-        while high - low > 1:
-            middle = (low + high) // 2
-            if fits(middle):
-                low = middle
-            else:
-                high = middle
-    return tuple(rows[at] for at in sorted(rows))
+def _guess(candidates: list[int], row: PlanRow, budget: float) -> int:
+    """The last candidate to fit, were activations in proportion to the microbatch of `row`."""
+    if row.peak_bytes is None or not row.activation_bytes:
+        return len(candidates) // 2
+    room = budget - (row.peak_bytes - row.activation_bytes)
+    size = row.microbatch_size * room / row.activation_bytes
+    return bisect.bisect_right(candidates, size) - 1
 
 
 def _verdict(rows: tuple[PlanRow, ...]) -> Verdict:

@@ -17,8 +17,8 @@ class Problem:
     Attributes:
       loss_fn: `loss_fn(params, batch)`, or `loss_fn(params, batch, key)` where there is a key;
         a real scalar, or a pair of one and auxiliary output where `has_aux`.
-      params: pytree of float arrays.
-      batch: pytree of arrays, the rows of the effective batch on axis 0 of every leaf.
+      params: pytree of float arrays; for a plan, `jax.ShapeDtypeStruct`s will do.
+      batch: the same of arrays, the rows of the effective batch on axis 0 of every leaf.
       tx: the optimizer; None where only the loss is asked about.
       weight: `weight(batch)`, what the loss is a mean over, a non-negative scalar; None for rows.
       key: a `jax.random` key, or None.

@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(run=_demo)
     _commands.add_audit(commands, [shared], _positive_int, _png_path)
+    _commands.add_plan(commands, [shared], _positive_int, _png_path)
     return parser
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import accuracy, collectives, memory, report, speed
+from benchmarks import accuracy, collectives, memory, plan, report, speed
 from benchmarks.targets import Target
 
 SUITES = {
@@ -17,6 +17,7 @@ SUITES = {
     "speed": speed.run,
     "accuracy": accuracy.run,
     "collectives": collectives.run,
+    "plan": plan.run,
 }
 
 
@@ -37,8 +38,8 @@ def main(argv: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="NAME",
-        help="compile for this TPU rather than the device at hand, as v5e:2x2; may be repeated; "
-        "needs libtpu, and only suites that run nothing use it",
+        help="compile for this machine rather than the device at hand, as v5e or h100; may be "
+        "repeated; needs its compiler, and only suites that run nothing use it",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("results"), help="folder to write (default: %(default)s)"
@@ -78,9 +79,8 @@ def _suites(text: str) -> list[str]:
 def _target(name: str) -> Target:
     try:
         return Target(name)
-    except (RuntimeError, ValueError) as error:  # no libtpu, or a name it does not know
-        reason = str(error).strip().splitlines()[0]
-        raise argparse.ArgumentTypeError(f"cannot compile for {name!r}: {reason}") from error
+    except (ImportError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 if __name__ == "__main__":

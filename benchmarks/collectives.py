@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import accum_jax
+from accum_jax._targets import find_target
 from benchmarks import models, ways
 from benchmarks.models import Model
 from benchmarks.report import Claim, Result, Table, bars
-from benchmarks.targets import Memory, Target, h100_devices, tpu_devices
+from benchmarks.targets import Memory, Target
 
 CPU, TPU, GPU = "CPU x 8", "TPU v5e:2x4", "H100 x 8"
-# What has to be installed for a machine, and its devices.
-_MACHINES: dict[str, tuple[str, Callable[[], Sequence[Any]]]] = {
-    CPU: ("jaxlib", jax.devices),
-    TPU: ("libtpu", lambda: tpu_devices("v5e:2x4")),
-    GPU: ("jax_cuda12_plugin", lambda: h100_devices(8)),
-}
+_MACHINES = {CPU: None, TPU: "v5e:2x4", GPU: "h100:8"}  # as accum_jax.plan names them
 K, KS = 8, (1, 2, 8)
 _SCALARS = 64  # bytes: the loss goes with the gradients
 
@@ -189,7 +184,7 @@ def measure(machine: str, devices: Sequence[Any], way: Way, k: int, **size: int)
     batch = jax.tree.map(lambda x: place(x, P(way.rows)), batch)
     with jax.set_mesh(mesh):
         compiled = jax.jit(way.grad_fn(model, k, mesh)).lower(placed, batch).compile()
-    found = Memory.of(compiled, devices[0].platform)
+    found = Memory.of(compiled, devices[0])
     return {
         "machine": machine,
         "way": way.name,
@@ -246,7 +241,7 @@ def run(quick: bool, targets: Sequence[Target], announce: Callable[[str], None])
 
     In a process of its own, which has eight CPU devices. `targets` are of one device: not for this.
     """
-    machines = [name for name, (module, _) in _MACHINES.items() if find_spec(module)]
+    machines = list(filter(_installed, _MACHINES))
     plan = [
         (machine, way.name, k)
         for machine in (machines[:1] if quick else machines)
@@ -277,6 +272,14 @@ def run(quick: bool, targets: Sequence[Target], announce: Callable[[str], None])
     tables = [_table([row for row in rows if row["machine"] == name]) for name in machines]
     found = [claim for row in rows for claim in claims(row)]
     return Result(rows, tables, found, lambda figure: _draw(figure, rows))
+
+
+def _installed(machine: str) -> bool:
+    try:
+        find_target("benchmarks", _MACHINES[machine])
+    except ImportError:
+        return False
+    return True
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
@@ -361,7 +364,8 @@ def _main(plan: str) -> None:
     """Prints a row as a line of JSON for each entry of a plan."""
     by_name = {way.name: way for way in WAYS}
     for machine, way, k in json.loads(plan):
-        row = measure(machine, _MACHINES[machine][1](), by_name[way], k)
+        devices = find_target("benchmarks", _MACHINES[machine]).devices
+        row = measure(machine, devices, by_name[way], k)
         print(json.dumps(row), flush=True)
 
 

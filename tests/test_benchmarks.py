@@ -125,7 +125,7 @@ def test_every_way_to_spread_a_transformer():
     ("arguments", "message"),
     [
         (["--suite", "memory,colour"], "no suite 'colour'; there are memory, "),
-        (["--target", "v0:1x1"], "cannot compile for 'v0:1x1'"),
+        (["--target", "v0:1x1"], "unknown target 'v0:1x1'"),
     ],
 )
 def test_bad_usage(arguments, message, capsys):

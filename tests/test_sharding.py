@@ -31,8 +31,8 @@ from accum_jax import (
     thread,
     value_and_grad,
 )
+from accum_jax._targets import find_target
 from benchmarks.models import plain_transformer
-from benchmarks.targets import h100_devices, tpu_devices
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 SLOW = pytest.mark.slow
@@ -211,11 +211,10 @@ def test_one_reduction_on_machines_that_are_not_here(loss, eight):
 @pytest.fixture(scope="module", params=["v5e:2x4", "h100:8"])
 def eight(request):
     """Eight devices to compile for, where their compiler is installed."""
-    if request.param == "h100:8":
-        pytest.importorskip("jax_cuda12_plugin")
-        return h100_devices(8)
-    pytest.importorskip("libtpu")
-    return tpu_devices("v5e:2x4")
+    try:
+        return find_target("tests", request.param).devices
+    except ImportError as error:
+        pytest.skip(str(error))
 
 
 def test_one_reduction_of_a_loss_that_others_differentiate():
