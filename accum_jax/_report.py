@@ -109,10 +109,9 @@ def _plan_lines(plan: Plan) -> list[tuple[str, str]]:
             line = "".join(f"{cell:>{n}}" for cell, (_, n) in cells)
             lines.append((_COLOURS[row.fits], line))
     if best is not None:
-        cost = f"{best.flops / 1e12:.3g} TFLOP"
+        cost = f"An update costs each device {_flops(best.flops)}"
         if best.traffic_bytes is not None:
             cost += f" and about {show_bytes(best.traffic_bytes)} through memory"
-        cost = f"An update costs each device {cost}"
         if best.estimated_seconds is not None:
             cost += (
                 f"; at published peak rates ({plan.rates}) not less than "
@@ -123,6 +122,15 @@ def _plan_lines(plan: Plan) -> list[tuple[str, str]]:
     for sentence in plan.advice:
         lines += [("cyan", x) for x in _wrap(sentence, "")]
     return lines
+
+
+def _flops(number: float) -> str:
+    units = ["PFLOP", "TFLOP", "GFLOP", "MFLOP"]
+    number /= 1e6
+    while number >= 999.5 and len(units) > 1:
+        number /= 1000
+        units.pop()
+    return f"{number:.3g} {units[-1]}"
 
 
 _PLAN_COLUMNS = (

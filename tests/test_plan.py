@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from plan_models import BASE, CASES, LORA, LORA_BATCH, lora_loss, mlp_loss, shap
 from accum_jax import AccumulationStats, plan, value_and_grad
 from accum_jax._memory_text import parse_bytes, show_bytes
 from accum_jax._plan import PlanRow, _search
+from accum_jax.cli import main
 
 LIMIT = "320KiB"  # room for microbatches of 64 of the 256 rows of `problem`
 # Their two compilations take seconds.
@@ -431,6 +433,68 @@ def test_nothing_is_allocated():
     assert best.k == 64 and best.peak_bytes > 4 * 4 * 7e9
 
 
+# The command
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Factories of problems in a module of the working directory."""
+    (tmp_path / "to_plan.py").write_text(
+        """
+import jax, jax.numpy as jnp, optax
+from accum_jax import Problem
+
+def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+w, x = jnp.ones((64, 64)), jax.ShapeDtypeStruct((8, 64), jnp.float32)
+
+def good():
+    print("not JSON")
+    return Problem(loss, w, x, optax.sgd(0.1))
+
+def no_optimizer():
+    return Problem(loss, w, x)
+"""
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("to_plan", None)
+
+
+def test_command_plans_the_effective_batch(module, capsys):
+    arguments = ["plan", "to_plan:good", "--effective-batch", "2048", "--data-parallel", "8"]
+    assert main([*arguments, "--memory-limit", "150kB", "--json", "--out", "plan.png"]) == 0
+    printed = capsys.readouterr()
+    made = json.loads(printed.out)
+    assert (made["num_rows"], made["data_parallel"], made["verdict"]) == (2048, 8, "accumulate")
+    assert made["best"]["microbatch_size"] * made["best"]["k"] == 256
+    assert (module / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert "not JSON" in printed.err
+
+
+def test_command_says_no(module, capsys):
+    assert main(["plan", "to_plan:good", "--memory-limit", "30KiB"]) == 1
+    assert "ACCUMULATION CANNOT HELP" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["to_plan:no_optimizer"], "a plan needs the optimizer: to_plan:no_optimizer gave tx=None"),
+        (["to_plan:good", "--memory-limit", "lots"], "memory_limit='lots' is no amount"),
+        (["to_plan:good", "--target", "abacus"], "unknown target 'abacus'. Use"),
+        (["to_plan:good", "--data-parallel", "3"], "data_parallel=3 does not divide"),
+    ],
+)
+def test_command_of_bad_usage(arguments, message, module, capsys):
+    assert main(["plan", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("accum-jax plan:") == 1
+    assert "ACCUM" not in printed.out
+
+
 # TPUs and GPUs
 
 
@@ -481,7 +545,7 @@ def test_boundary_of_a_large_transformer(target):
     from benchmarks import models
 
     model = models.transformer(layers=16, width=768, length=512, microbatch_size=1)
-    params, batch = model.shapes(512)
+    params, batch = model.shapes(1024)
     assert sum(x.size for x in jax.tree.leaves(params)) > 100e6
     made = plan(model.loss_fn, optax.adam(1e-3), params, batch, target=target, headroom=0.0)
     larger = made.rows[made.rows.index(made.best) + 1]

@@ -89,7 +89,8 @@ def test_a_tpu_has_the_memory_that_its_compiler_allows(machine, monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="exceeds available HBM") as error:
         jax.jit(lambda x: ((x @ x.T) @ (x @ x.T)).sum()).lower(x).compile()
     allowed = re.search(r"HBM \(([\d.]+)G\)", str(error.value))
-    assert machine.memory == int(float(allowed[1]) * GIB)
+    # Versions of libtpu differ by a hundredth of a GiB.
+    assert machine.memory == pytest.approx(float(allowed[1]) * GIB, abs=0.02 * GIB)
     assert refused_bytes(error.value) > machine.memory
     # What a caller made to compile for is known by its kind.
     assert target_of(target.devices).memory == machine.memory
