@@ -18,7 +18,20 @@ from ._targets import find_target, target_of
 
 
 class Layout:
-    """The shapes of one update, on the devices to compile for."""
+    """What an update is called with, as shapes on the devices to compile for.
+
+    Attributes:
+      target: those devices.
+      mesh: theirs, where shapes are sharded; None for one device.
+      params, opt_state, batch, key: shapes with shardings; the batch of one device where none of
+        its own says how it is shared.
+      num_rows: rows of the effective batch, over all devices.
+      rows: of one device.
+      data_parallel: devices that share the batch.
+      batch_axes: the mesh axes that do.
+      params_bytes, optimizer_bytes, batch_bytes, gradient_bytes, accumulator_bytes: on one device.
+      gathered_bytes: whole size of the parameters that are sharded over `batch_axes`.
+    """
 
     def __init__(self, tx: Any, params: Any, batch: Any, key: Any, target: Any, data_parallel: int):
         params, batch = structs("params", params), structs("batch", batch)
