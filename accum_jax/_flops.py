@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
-
 
 def count_flops(jaxpr: Any) -> int:
     """Operations of the matrix products and convolutions, 2 for a multiply-add, on all devices.
@@ -40,10 +38,8 @@ def _equation(eqn: Any) -> int:
     return times * sum(inner)
 
 
-def _jaxprs(value: Any) -> list[Jaxpr]:
-    if isinstance(value, ClosedJaxpr):
-        return [value.jaxpr]
-    if isinstance(value, Jaxpr):
+def _jaxprs(value: Any) -> list[Any]:
+    if hasattr(value, "eqns"):  # a jaxpr, open or closed
         return [value]
     if isinstance(value, (tuple, list)):
         return [jaxpr for part in value for jaxpr in _jaxprs(part)]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.experimental import topologies
 
 _GIB = 2**30
 # Without these libtpu asks the network what machine this is, and runs only once.
@@ -267,20 +266,20 @@ def _check_installed(fn: str, machine: Machine) -> None:
 def _tpus(machine: Machine, topology: str) -> Any:
     dims = [int(n) for n in topology.split("x")]
     bounds = tuple(map(min, _CHIPS_PER_HOST, [*dims, 1][:3]))
-    with _environment(_LIBTPU):
-        return topologies.get_topology_desc(
-            platform="tpu",
-            topology_name=f"{machine.name}:{topology}",
-            chips_per_host_bounds=bounds,
-            **machine.options,
-        ).devices
+    name = f"{machine.name}:{topology}"
+    found = _describe(_LIBTPU, "tpu", name, chips_per_host_bounds=bounds, **machine.options)
+    return found.devices
 
 
 def _gpus(machine: Machine, count: str) -> Any:
-    with _environment(_CUDA):
-        return topologies.get_topology_desc(
-            platform="cuda", topology_name="", topology=f"1x1x{count}", **machine.options
-        ).devices
+    return _describe(_CUDA, "cuda", "", topology=f"1x1x{count}", **machine.options).devices
+
+
+def _describe(variables: dict[str, str], platform: str, name: str, **options: Any) -> Any:
+    from jax.experimental import topologies  # not before it is needed
+
+    with _environment(variables):
+        return topologies.get_topology_desc(platform=platform, topology_name=name, **options)
 
 
 @contextlib.contextmanager
