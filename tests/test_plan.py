@@ -335,7 +335,6 @@ def test_data_parallel_plans_one_device():
         ({"step": lambda m: m}, TypeError, r"step\(256\) must return a pair"),
         ({"step": lambda m: (jnp.sin, m)}, TypeError, "the arguments as a tuple, got 256"),
     ],
-    ids=str,
 )
 def test_errors_name_what_to_change(options, error, message):
     with pytest.raises(error, match=f"(?s)plan: .*{message}"):
