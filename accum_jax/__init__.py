@@ -5,6 +5,7 @@ Functions of a batch, run as microbatches in one loop:
   `value_and_grad`    in place of `jax.value_and_grad`, with the least memory
   `grad`              in place of `jax.grad`
   `accumulated_loss`  a loss that others differentiate: line searches, `equinox.filter_grad`
+  `coupled_value_and_grad`  a loss of all rows together: contrastive, ranking, batch statistics
   `thread`            the reducer for state that moves from microbatch to microbatch
 
 Optimizers, for loops that see one microbatch a call, and for float16:
@@ -27,6 +28,7 @@ from ._audit import audit as audit
 from ._audit_step import audit_step as audit_step
 from ._collectives import Collective as Collective
 from ._collectives import collectives as collectives
+from ._coupled import coupled_value_and_grad as coupled_value_and_grad
 from ._findings import AuditReport as AuditReport
 from ._findings import Finding as Finding
 from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale

@@ -71,10 +71,21 @@ class DataAxes:
         rest = tuple(name for name in self.names if name not in mapped)
         return lax.psum(x, rest) if rest else x
 
-    def gather(self, x: Any, spec: Any) -> Any:
-        """The whole of an array of which each device of the data axes holds a shard."""
+    def gather(self, x: Any, spec: Any, to: str = "varying") -> Any:
+        """The whole of an array of which each device of the data axes holds a shard.
+
+        With `to="invarying"` it is known to be equal on all devices.
+        """
         for dim, names in self._mapped(spec):
-            x = lax.all_gather(x, names, axis=dim, tiled=True)
+            manual = all(name in _manual_axes() for name in names)
+            x = lax.all_gather(x, names, axis=dim, tiled=True, to=to if manual else "varying")
+        return x
+
+    def shard(self, x: Any, spec: Any) -> Any:
+        """This device's shard of an array that all devices hold whole: undoes `gather`."""
+        for dim, names in self._mapped(spec):
+            size = x.shape[dim] // math.prod(lax.axis_size(name) for name in names)
+            x = lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, dim)
         return x
 
     def sum_shards(self, x: jax.Array, spec: Any) -> jax.Array:

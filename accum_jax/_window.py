@@ -188,7 +188,7 @@ def _run_mapped(
 
     gradient_specs: Any = PartitionSpec()
     if gradient is not None:
-        inputs = _Inputs(options, gradient, args)
+        inputs = Inputs(options, gradient, args)
         gradient_specs = [keep_axes(spec, axes.names) for spec in inputs.specs]
     mapped = jax.shard_map(
         run,
@@ -212,6 +212,8 @@ def _shard_output(
     out_specs: list[Any],
 ) -> None:
     """Gives the gradient in an output the specs of argument 0, as far as data axes shard it."""
+    if all(reducer == "concat" for reducer in jax.tree.leaves(reduce, is_leaf=is_reducer)):
+        return  # rows are no gradient
     specs = [keep_axes(spec, axes.names) for spec in _leaf_specs(options, args).get(0, [])]
     if not any(map(spec_axes, specs)):
         return
@@ -307,7 +309,7 @@ class _Loop:
             remainder=options.remainder,
         )
         self.states = [axes.vary(numbers_to_arrays(args[position])) for position in self.thread_at]
-        self.inputs = _Inputs(options, gradient, args)
+        self.inputs = Inputs(options, gradient, args)
 
         blocks, first = self.split.blocks(), jnp.zeros((), jnp.int32)
         self.microbatch = self._stage(lambda index: self.split.take(blocks, index), first)
@@ -666,7 +668,7 @@ class _Loop:
             lax.cond(microbatch.kept, add, lambda: None)
 
 
-class _Inputs:
+class Inputs:
     """The float and complex arrays of the differentiated arguments, as one list.
 
     Raises:
