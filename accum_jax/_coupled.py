@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ._accumulate import check_loss
 from ._errors import check_argnums, check_callable, leaf_name, positions
@@ -154,7 +154,7 @@ def coupled_value_and_grad(
         return loss_fn(*given, embeddings, *batch)
 
     def run(args, kwargs):
-        output, grads, _ = run_coupled(options, gradient, encode, "mean", loss, args, kwargs)
+        output, grads, _ = run_coupled(options, gradient, encode, "concat", loss, args, kwargs)
         return output, tuple(grads) if isinstance(argnums, (tuple, list)) else grads[0]
 
     return compile_once(encode_fn, run)
@@ -208,21 +208,31 @@ def run_coupled(
     (embeddings, state), _, _ = run_window(options, ("concat", reduce), checked, None, args, kwargs)
 
     inputs, rows = Inputs(options, gradient, args), _Rows(options, args)
-    batch, leaves, treedef = rows.of_batch(), *jax.tree.flatten(embeddings)
-    leaves = list(map(rows.gather, leaves))
-    each = zip(inputs.arrays, inputs.specs, strict=True)
-    params = [rows.axes.gather(x, spec, to="invarying") for x, spec in each]
+    leaves, treedef = jax.tree.flatten(embeddings)
 
-    def of_rows(params, floats):
-        given, remaining = [tree for _, tree in inputs.fill(params)], iter(floats)
-        filled = [next(remaining) if is_inexact(z) else z for z in leaves]
-        output = loss(given, jax.tree.unflatten(treedef, filled), batch, state)
-        value = jnp.asarray(check_value(fn, gradient.has_aux, output))
-        return value, hide(output[1]) if gradient.has_aux else None
+    def differentiate(params, leaves, batch, state, scale):
+        leaves, batch, state = map(show, (leaves, batch, state))
+        leaves, batch = list(map(rows.gather, leaves)), rows.of_batch(batch)
+        each = zip(params, inputs.specs, strict=True)
+        params = [rows.axes.gather(x, spec, to="invarying") for x, spec in each]
 
-    value, pull, aux = jax.vjp(of_rows, params, list(filter(is_inexact, leaves)), has_aux=True)
-    scale = jnp.asarray(1 if gradient.loss_scale is None else gradient.loss_scale)
-    direct, cotangents = pull(match(scale.astype(value.dtype), value))
+        def of_floats(params, floats):
+            given, remaining = [tree for _, tree in inputs.fill(params)], iter(floats)
+            filled = [next(remaining) if is_inexact(z) else z for z in leaves]
+            output = loss(given, jax.tree.unflatten(treedef, filled), batch, state)
+            value = jnp.asarray(check_value(fn, gradient.has_aux, output))
+            return value, hide(output[1]) if gradient.has_aux else None
+
+        floats = list(filter(is_inexact, leaves))
+        value, pull, aux = jax.vjp(of_floats, params, floats, has_aux=True)
+        grads, cotangents = pull(match(scale.astype(value.dtype), value))
+        return value, aux, grads, list(map(rows.split, cotangents))
+
+    value, aux, direct, cotangents = rows.automatic(differentiate, inputs.arrays)(
+        inputs.arrays,
+        *map(hide, (leaves, rows.batch.leaves, state)),
+        jnp.asarray(1 if gradient.loss_scale is None else gradient.loss_scale),
+    )
 
     def replay(*inputs, **kwargs):
         *args, cotangents = inputs
@@ -237,13 +247,13 @@ def run_coupled(
         dataclasses.replace(
             gradient, has_aux=True, reduction="sum", loss_scale=None, output_dtype="accumulator"
         ),
-        (*args, list(map(rows.split, cotangents))),
+        (*args, cotangents),
         kwargs,
     )
     grads = []
     each = zip(inputs.arrays, inputs.specs, direct, jax.tree.leaves(sums), strict=True)
     for x, spec, own, total in each:
-        total += rows.axes.shard(own, spec).astype(total.dtype)
+        total += match(rows.axes.shard(own, spec).astype(total.dtype), total)
         grads.append(rows.constrain(total.astype(x.dtype), spec))
     return (value, show(aux)) if gradient.has_aux else value, inputs.trees(grads), state
 
@@ -257,9 +267,26 @@ class _Rows:
     def __init__(self, options: Options, args: tuple[Any, ...]):
         self.batch = find_batch(options, args)
         self.axes, self.mesh = DataAxes(options.axis_names), options.mesh
-        self.devices = math.prod(self.mesh.shape[name] for name in options.data_axes)
+        self.data_axes = options.data_axes  # of the mesh
+        self.devices = math.prod(self.mesh.shape[name] for name in self.data_axes)
 
-    def of_batch(self) -> list[Any]:
+    def automatic(self, function: Callable[..., Any], params: list[Any]) -> Callable[..., Any]:
+        """Leaves the rows to the compiler also where the mesh has data axes of explicit types.
+
+        `function` returns two results that are no rows, gradients of `params`, and split rows.
+        """
+        if self.mesh is None:
+            return function
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        explicit = tuple(name for name in self.data_axes if types[name] == AxisType.Explicit)
+        if not explicit:
+            return function
+        specs = [PartitionSpec(), PartitionSpec(), [jax.typeof(x).sharding.spec for x in params]]
+        specs.append(PartitionSpec(*[None] * self.batch.stacked, self.data_axes))
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), tuple(specs))
+        return jax.sharding.auto_axes(function, axes=explicit, out_sharding=shardings)
+
+    def of_batch(self, leaves: list[Any]) -> list[Any]:
         """The batch arguments as the loss sees them."""
 
         def leaf(x, axis):
@@ -271,7 +298,7 @@ class _Rows:
                 x = x.reshape(k * m, *rest)
             return self.gather(x)
 
-        return jax.tree.unflatten(self.batch.treedef, map(leaf, self.batch.leaves, self.batch.axes))
+        return jax.tree.unflatten(self.batch.treedef, map(leaf, leaves, self.batch.axes))
 
     def gather(self, x: Any) -> Any:
         """The rows of all devices, on each of them, where the caller maps over them."""

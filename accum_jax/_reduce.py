@@ -300,6 +300,11 @@ REDUCERS: dict[str, type[LeafReducer]] = {
 }
 
 
+def averages(reducer: Any) -> bool:
+    """Whether one non-finite value spoils what the reducer makes, as it would a gradient."""
+    return isinstance(reducer, str) and REDUCERS[reducer].averages
+
+
 @dataclasses.dataclass(frozen=True)
 class Thread:
     """The reducer that `thread` makes."""
@@ -426,7 +431,7 @@ class Part:
 
     @property
     def averages(self) -> bool:
-        return isinstance(self.reducer, str) and REDUCERS[self.reducer].averages
+        return averages(self.reducer)
 
     @property
     def mixes_rows(self) -> bool:

@@ -28,6 +28,7 @@ from ._reduce import (
     Totals,
     Window,
     all_finite,
+    averages,
     check_reduce,
     divide,
     is_reducer,
@@ -212,8 +213,8 @@ def _shard_output(
     out_specs: list[Any],
 ) -> None:
     """Gives the gradient in an output the specs of argument 0, as far as data axes shard it."""
-    if all(reducer == "concat" for reducer in jax.tree.leaves(reduce, is_leaf=is_reducer)):
-        return  # rows are no gradient
+    if not any(map(averages, jax.tree.leaves(reduce, is_leaf=is_reducer))):
+        return  # rows and state, and no gradient
     specs = [keep_axes(spec, axes.names) for spec in _leaf_specs(options, args).get(0, [])]
     if not any(map(spec_axes, specs)):
         return
