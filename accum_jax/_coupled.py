@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -110,27 +110,22 @@ def coupled_value_and_grad(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import accum_jax
-      >>> def encode(params, batch):
-      ...     return {"a": batch["a"] @ params["w"], "b": batch["b"] @ params["w"]}
-      >>> def info_nce(params, embeddings, batch):
-      ...     logits = embeddings["a"] @ embeddings["b"].T / params["temperature"]
+      >>> def encode(w, batch):
+      ...     return {"image": batch["image"] * w, "text": batch["text"] * w}
+      >>> def info_nce(w, embeddings, batch):
+      ...     logits = embeddings["image"] @ embeddings["text"].T
       ...     return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(logits)))
-      >>> params = {"w": jnp.eye(4), "temperature": 1.0}
-      >>> batch = {"a": jnp.eye(4), "b": jnp.eye(4)}
-      >>> def whole(params, batch):
-      ...     return info_nce(params, encode(params, batch), batch)
-      >>> print(jax.grad(whole)(params, batch)["temperature"])
-      0.39427...
-      >>> step = accum_jax.coupled_value_and_grad(encode, info_nce, k=2)
-      >>> print(step(params, batch)[1]["temperature"])
-      0.39427...
+      >>> batch = {"image": jnp.eye(4), "text": jnp.eye(4)}
+      >>> whole = jax.grad(lambda w: info_nce(w, encode(w, batch), batch))
+      >>> value, grad = accum_jax.coupled_value_and_grad(encode, info_nce, k=2)(1.0, batch)
+      >>> print(f"{whole(1.0):.4f} {grad:.4f}")
+      -1.0493 -1.0493
     """
     fn = "coupled_value_and_grad"
-    check_callable(fn, "encode_fn", encode_fn)
-    check_callable(fn, "loss_fn", loss_fn)
     options, gradient = check_coupled(
         fn,
         encode_fn,
+        loss_fn,
         argnums,
         has_aux,
         k=k,
@@ -154,16 +149,40 @@ def coupled_value_and_grad(
         return loss_fn(*given, embeddings, *batch)
 
     def run(args, kwargs):
-        output, grads, _ = run_coupled(options, gradient, encode, "concat", loss, args, kwargs)
+        output, grads = run_coupled(options, gradient, encode, "concat", loss, args, kwargs)
         return output, tuple(grads) if isinstance(argnums, (tuple, list)) else grads[0]
 
     return compile_once(encode_fn, run)
 
 
+class CoupledKeywords(TypedDict, total=False):
+    """What functions with coupled losses share; `coupled_value_and_grad` says what it means."""
+
+    k: int | None
+    microbatch_size: int | None
+    batch_argnums: int | tuple[int, ...]
+    key_argnums: int | tuple[int, ...]
+    stacked: bool
+    remainder: Literal["error", "tail"]
+    accumulator_dtype: Any
+    loss_scale: Any
+    axis_name: Any
+    mesh: Any
+    data_axes: Any
+    arg_specs: dict[int, Any] | None
+
+
 def check_coupled(
-    fn: str, encode_fn: Callable[..., Any], argnums: Any, has_aux: Any, **keywords: Any
+    fn: str,
+    encode_fn: Callable[..., Any],
+    loss_fn: Callable[..., Any],
+    argnums: Any,
+    has_aux: Any,
+    **keywords: Unpack[CoupledKeywords],
 ) -> tuple[Options, Gradient]:
     """Checks what is asked of a coupled loss; positions are those of `encode_fn`'s arguments."""
+    check_callable(fn, "encode_fn", encode_fn)
+    check_callable(fn, "loss_fn", loss_fn)
     options, _, gradient = check_loss(fn, encode_fn, has_aux, **keywords)
     gradient = dataclasses.replace(gradient, argnums=check_argnums(fn, "argnums", argnums))
     options.arguments.roles({**options.roles([]), "argnums": gradient.argnums})
@@ -178,7 +197,7 @@ def run_coupled(
     loss: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[Any, list[Any], Any]:
+) -> tuple[Any, list[Any]]:
     """Runs both passes.
 
     Args:
@@ -191,7 +210,7 @@ def run_coupled(
       kwargs: keyword arguments of `encode`.
 
     Returns:
-      The output of `loss`, the gradient of each differentiated argument, and the state.
+      The output of `loss`, and the gradient of each differentiated argument.
     """
     fn, count = options.fn, len(args)
     options.arguments.roles({**options.roles([]), "argnums": gradient.argnums}, count)
@@ -199,6 +218,7 @@ def run_coupled(
     options = dataclasses.replace(
         options, batch_argnums=batch_at, key_argnums=positions(options.key_argnums, count)
     )
+    gradient = dataclasses.replace(gradient, argnums=positions(gradient.argnums, count))
 
     def checked(*args, **kwargs):
         embeddings, state = encode(*args, **kwargs)
@@ -255,7 +275,7 @@ def run_coupled(
     for x, spec, own, total in each:
         total += match(rows.axes.shard(own, spec).astype(total.dtype), total)
         grads.append(rows.constrain(total.astype(x.dtype), spec))
-    return (value, show(aux)) if gradient.has_aux else value, inputs.trees(grads), state
+    return (value, show(aux)) if gradient.has_aux else value, inputs.trees(grads)
 
 
 class _Rows:

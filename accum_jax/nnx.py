@@ -7,14 +7,22 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack, get_type_hints
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from ._accumulate import LossKeywords, check_loss
-from ._errors import broadcast_prefix, check_argnums, check_choice, leaf_name, positions
+from ._coupled import CoupledKeywords, check_coupled, run_coupled
+from ._errors import (
+    broadcast_prefix,
+    check_argnums,
+    check_choice,
+    check_keywords,
+    leaf_name,
+    positions,
+)
 from ._options import Options
 from ._reduce import Thread, check_reduce, is_reducer, thread
 from ._sharding import DataAxes
@@ -156,6 +164,115 @@ def grad(
     return without_value
 
 
+def coupled_value_and_grad(
+    encode_fn: Callable[..., Any],
+    loss_fn: Callable[..., Any],
+    *,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    has_aux: bool = False,
+    **keywords: Unpack[CoupledKeywords],
+) -> Callable[..., Any]:
+    """`accum_jax.coupled_value_and_grad` for modules: a loss of the encoded rows of a whole batch.
+
+    `encode_fn` runs twice, the second time from the state in which the first one began, so that
+    dropout draws the same masks. The modules afterwards are what `encode_fn` on microbatch 0, 1,
+    ... k - 1 in turn, and `loss_fn` after it, make of them once. Batch norm belongs into `loss_fn`,
+    where it sees the whole batch; in `encode_fn` it would see a microbatch.
+
+    Args:
+      encode_fn: `encode_fn(model, batch, ...)` returns the rows' embeddings. Any argument may be a
+        module, hold modules, or be an `nnx.Variable`.
+      loss_fn: `loss_fn(model, embeddings, batch)` returns a real scalar, or `(scalar, aux)`. It
+        gets the differentiated arguments in the order of `argnums`, the embeddings, and all batch
+        arguments.
+      argnums: as `accum_jax.nnx.value_and_grad`'s; positions of arguments of `encode_fn`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      **keywords: those of `accum_jax.coupled_value_and_grad`, with the same meaning.
+
+    Returns:
+      A function of `encode_fn`'s arguments that returns `(value, grads)` or
+      `((value, aux), grads)`, the gradient of a module as an `nnx.State`.
+
+    Raises:
+      TypeError, ValueError: as `accum_jax.coupled_value_and_grad` and
+        `accum_jax.nnx.value_and_grad`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import accum_jax.nnx
+      >>> def encode(model, batch):
+      ...     return model(batch)
+      >>> def spread(model, z, batch):
+      ...     return jnp.mean((z - z.mean(0)) ** 2)
+      >>> model, batch = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), jnp.arange(8.0).reshape(4, 2)
+      >>> step = accum_jax.nnx.coupled_value_and_grad(encode, spread, k=2)
+      >>> value, grads = step(model, batch)
+      >>> whole = nnx.grad(lambda model: spread(model, model(batch), batch))(model)
+      >>> print(jnp.allclose(grads["kernel"][...], whole["kernel"][...]))
+      True
+    """
+    fn = "nnx.coupled_value_and_grad"
+    _check_unbound(fn, encode_fn)
+    _check_unbound(fn, loss_fn)
+    check_keywords(fn, keywords, get_type_hints(CoupledKeywords))
+    filters = _check_filters(fn, argnums)
+    numbers = tuple(number for number, _ in filters)
+    options, gradient = check_coupled(fn, encode_fn, loss_fn, numbers, has_aux, **keywords)
+    roles = {**options.roles([]), "argnums": numbers}
+    axes = DataAxes(options.axis_names or options.data_axes)
+
+    def run(inputs: Any, _: Any) -> Any:
+        args, kwargs, rest, layout = inputs
+        count = len(args)
+        at = positions(numbers, count)
+        static = dataclasses.replace(
+            options,
+            batch_argnums=positions(options.batch_argnums, count),
+            key_argnums=positions(options.key_argnums, count),
+        )
+        differentiated = dataclasses.replace(gradient, argnums=at, has_aux=True)
+        reducers = _Output("concat", [], "max", thread(count))
+        microbatch = _Microbatch(fn, encode_fn, False, None, layout, axes)
+
+        def loss(given, embeddings, batch, state):
+            def of_modules(*args, **_):
+                return loss_fn(*(args[position] for position in at), embeddings, *batch)
+
+            full = list(args)
+            for position, tree in zip(at, given, strict=True):
+                full[position] = tree
+            whole = _Microbatch(fn, of_modules, has_aux, "mean", layout, axes)
+            before = {**rest, **state.moving}
+            (value, aux), after, moved = whole.call(full, kwargs, before)
+            return value, (aux, {name: after[name] for name in {*state.moving, *moved}})
+
+        while True:
+            names = microbatch.moving_of(rest)
+            moving = {name: rest[name] for name in names}
+            still = {name: x for name, x in rest.items() if name not in names}
+            with contextlib.suppress(_Moves):
+                (value, (aux, new)), grads = run_coupled(
+                    static,
+                    differentiated,
+                    microbatch,
+                    reducers,
+                    loss,
+                    (*args, moving, still),
+                    kwargs,
+                )
+                return value, aux, grads, None, new
+
+    call = _on_modules(options, encode_fn, argnums, filters, [], roles, run)
+
+    @functools.wraps(encode_fn)
+    def with_value(*args: Any, **kwargs: Any) -> Any:
+        value, aux, grads, _ = call(args, kwargs)
+        return ((value, aux) if has_aux else value), grads
+
+    return with_value
+
+
 class _Output(NamedTuple):
     """What `f` gives beside its loss, and its reducers. State is a dict from name to variable."""
 
@@ -235,6 +352,22 @@ def _build(
                 )
         return value, output.aux, grads, stats, new
 
+    return _on_modules(options, f, argnums, filters, state, roles, run)
+
+
+def _on_modules(
+    options: Options,
+    f: Callable[..., Any],
+    argnums: Any,
+    filters: list[tuple[int, Callable[..., bool]]],
+    state: list[tuple[Callable[..., bool], str]],
+    roles: dict[str, tuple[int, ...]],
+    run: Callable[[Any, Any], tuple[Any, Any, Any, Any, dict[str, Any]]],
+) -> Callable[[Any, Any], tuple[Any, Any, Any, Any]]:
+    """A function of modules, of `run(inputs, {})`, a pure one of what `_split` makes of them.
+
+    `run` returns value, aux, gradients, statistics and the variables that are written back.
+    """
     compiled = compile_once(f, run)
 
     def run_anew(*inputs: Any) -> Any:
@@ -408,19 +541,27 @@ class _Microbatch:
                 name: jax.tree.map(lambda key: _fold_in(key, index), rest[name])
                 for name in layout.keys
             }
-        leaves = layout.treedef.flatten_up_to((tuple(args), kwargs))
-        inputs = hide((leaves, layout.params(leaves), rest))
-        trace = jax.make_jaxpr(lambda x: hide(self._run(*show(x))), return_shape=True)
-        closed, struct = trace(inputs)
-        self._check_moves(frozenset(moving), inputs, struct, _passed_on(closed.jaxpr))
-        flat = jaxpr_as_fun(closed)(*jax.tree.leaves(inputs))
-        (loss, aux), _, rest = show(jax.tree.unflatten(jax.tree.structure(struct), flat))
+        (loss, aux), rest, moved = self.call(args, kwargs, rest)
+        self._expect(moved, frozenset(moving))
         return loss, _Output(
             aux=aux,
             state=[{name: rest[name] for name in part} for part in layout.combined],
             counts=jnp.array(True) if layout.combined else None,
             moving={name: rest[name] for name in moving},
         )
+
+    def call(
+        self, args: Sequence[Any], kwargs: Any, rest: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any], frozenset[str]]:
+        """The output of `f`, its modules' state afterwards, and which of it moved on."""
+        leaves = self.layout.treedef.flatten_up_to((tuple(args), kwargs))
+        inputs = hide((leaves, self.layout.params(leaves), rest))
+        trace = jax.make_jaxpr(lambda x: hide(self._run(*show(x))), return_shape=True)
+        closed, struct = trace(inputs)
+        moved = self._find_moves(inputs, struct, _passed_on(closed.jaxpr))
+        flat = jaxpr_as_fun(closed)(*jax.tree.leaves(inputs))
+        output, _, rest = show(jax.tree.unflatten(jax.tree.structure(struct), flat))
+        return output, rest, moved
 
     def _run(self, leaves: list[Any], params: Any, rest: Any) -> Any:
         """Puts the modules together, calls `f` and takes them apart again."""
@@ -458,10 +599,8 @@ class _Microbatch:
             "(with nnx.pop)."
         )
 
-    def _check_moves(
-        self, moving: frozenset[str], inputs: Any, struct: Any, sources: list[int]
-    ) -> None:
-        """Raises where variables change that must not, or where others do than expected."""
+    def _find_moves(self, inputs: Any, struct: Any, sources: list[int]) -> frozenset[str]:
+        """The names of the variables that change; raises where they must not."""
         numbers = range(len(jax.tree.leaves(inputs)))
         before = jax.tree.unflatten(jax.tree.structure(inputs), numbers)
         after = jax.tree.unflatten(jax.tree.structure(struct), sources)
@@ -483,7 +622,11 @@ class _Microbatch:
                         f"{self.fn}: {name} must keep its type {old.dtype}{list(old.shape)} from "
                         f"microbatch to microbatch, got {new.dtype}{list(new.shape)}."
                     )
-        names = frozenset(rest - self.fixed)
+        return frozenset(rest)
+
+    def _expect(self, moved: frozenset[str], moving: frozenset[str]) -> None:
+        """Raises where other variables move on than the loop was built for."""
+        names = moved - self.fixed
         if self.moving is None:
             self.moving = names
         else:  # a last microbatch of fewer rows may move others
