@@ -56,10 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", parents=[shared], help=summary, description=summary)
     demo.add_argument(
         "--model",
-        choices=["digits", "chars"],
+        choices=["digits", "chars", "contrastive"],
         default="digits",
         help="digits: handwritten digits, a CNN; chars: Python's own source, a transformer, "
-        "documents of different lengths (default: %(default)s)",
+        "documents of different lengths; contrastive: two views of each digit, a loss that "
+        "couples rows (default: %(default)s)",
     )
     demo.add_argument(
         "--api",
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         "--steps",
         type=_positive_int,
         metavar="N",
-        help="optimizer updates (default: 200 for digits, 50 for chars)",
+        help="optimizer updates (default: 50 for chars, 200 for the others)",
     )
     demo.add_argument(
         "--out", type=_png_path, metavar="FILE.png", help="write loss curves and memory here"

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import accuracy, collectives, memory, plan, report, speed
+from benchmarks import accuracy, collectives, coupled, memory, plan, report, speed
 from benchmarks.targets import Target
 
 SUITES = {
@@ -17,6 +17,7 @@ SUITES = {
     "speed": speed.run,
     "accuracy": accuracy.run,
     "collectives": collectives.run,
+    "coupled": coupled.run,
     "plan": plan.run,
 }
 

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from accum_jax import Collective
-from benchmarks import accuracy, collectives, memory, models, report, speed, ways
+from benchmarks import accuracy, collectives, coupled, memory, models, report, speed, ways
 from benchmarks.__main__ import main
 from benchmarks.targets import Target
 
@@ -47,6 +47,12 @@ def test_ways_make_the_same_update(model, selected):
     for other in rest:
         # Adam divides by the gradient's size: the rounding of small gradients grows.
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), first, other)
+
+
+def test_coupled_ways_compute_the_same_loss():
+    problem = coupled.problem(64)
+    whole, ours, _ = (jax.jit(way)(*problem) for way in coupled.WAYS.values())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), whole, ours)
 
 
 def test_claims():
@@ -165,3 +171,11 @@ def test_accuracy_must_hold():
     claims = accuracy.run(quick=True, targets=[], announce=lambda text: None).claims
     assert [claim.text for claim in claims if claim.verdict != "holds"] == []
     assert len(claims) == 10
+
+
+@pytest.mark.slow
+def test_coupled_must_hold():
+    """More rows cost their embeddings and the loss of their pairs."""
+    result = coupled.run(quick=True, targets=[], announce=lambda text: None)
+    assert [claim.verdict for claim in result.claims] == ["holds"]
+    assert len(result.rows) == 6

@@ -108,6 +108,37 @@ def test_linen_and_nnx_give_the_same_numbers_for_scanned_layers(way):
     check_linen_and_nnx("chars", way)
 
 
+def contrastive_ways(capsys, *arguments):
+    assert main(["demo", "--model", "contrastive", "--json", *arguments]) == 0
+    comparison = json.loads(capsys.readouterr().out)
+    assert (comparison["effective_batch"], comparison["microbatch_size"]) == (512, 32)
+    names = ("whole batch", "coupled", "value_and_grad")
+    assert [way["name"] for way in comparison["ways"]] == list(names)
+    return comparison["ways"]
+
+
+def test_a_coupled_loss_makes_the_whole_batch_and_plain_accumulation_does_not(capsys):
+    whole, coupled, plain = contrastive_ways(capsys, "--steps", "2")
+    assert coupled["first_update_error"] < 1e-5
+    assert coupled["largest_parameter_difference"] < 1e-6
+    assert plain["first_update_error"] > 0.01
+    assert coupled["temp_bytes"] < whole["temp_bytes"]
+
+
+@pytest.mark.slow
+def test_linen_and_nnx_give_the_same_numbers_for_coupled_rows():
+    check_linen_and_nnx("contrastive", "coupled")
+
+
+@pytest.mark.slow
+def test_default_contrastive_run(capsys):
+    whole, coupled, plain = contrastive_ways(capsys)
+    assert coupled["largest_parameter_difference"] < 1e-4
+    assert abs(coupled["test_loss"] - whole["test_loss"]) < 1e-4
+    assert plain["test_loss"] > whole["test_loss"] + 0.05
+    assert coupled["test_accuracy"] == whole["test_accuracy"] > 0.95
+
+
 def test_metrics_are_of_the_update_and_do_not_depend_on_k():
     task = dataclasses.replace(linear(), weight=len)
     logged = {

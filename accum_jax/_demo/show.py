@@ -63,6 +63,7 @@ def to_dict(task: Task, runs: list[Run]) -> dict[str, Any]:
             {
                 "name": run.name,
                 "test_accuracy": run.test_accuracy,
+                "test_loss": run.test_loss,
                 "first_update_error": relative_error(run.first_change, runs[0].first_change),
                 "largest_parameter_difference": largest_difference(run.params, runs[0].params),
                 "temp_bytes": run.temp_bytes,
@@ -90,17 +91,19 @@ def table(comparison: dict[str, Any]) -> Table:
     result.add_column("way", no_wrap=True)
     for heading in (
         "test accuracy",
+        "test loss",
         "first update off by",
         "in the end off by",
         "memory",
         "median update",
-        "optimizer updates",
+        "updates",
     ):
         result.add_column(heading, justify="right")
     for way in comparison["ways"]:
         result.add_row(
             way["name"],
             f"{way['test_accuracy']:.2%}",
+            f"{way['test_loss']:.4f}",
             f"{way['first_update_error']:.1e}",
             f"{way['largest_parameter_difference']:.1e}",
             f"{way['temp_bytes'] / 1e6:.2f} MB",

@@ -34,6 +34,9 @@ class Task:
         steps: updates, unless told otherwise.
         ways: names of the ways to train it, the one to compare with first.
         stats: of `value_and_grad`. "norms" is the noise scale, at the price of a second gradient.
+        augment: `augment(batch, rng)`, what is trained on in place of a batch of `train`.
+        coupled: `encode(model, batch)` and `loss(model, embeddings, batch)`, where rows act on one
+            another.
     """
 
     init: Callable[[], Any]
@@ -49,6 +52,8 @@ class Task:
     steps: int
     ways: tuple[str, ...]
     stats: str | None = None
+    augment: Callable[[Batch, np.random.Generator], Batch] | None = None
+    coupled: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
     @property
     def effective_batch(self) -> int:
@@ -61,8 +66,29 @@ class Task:
 
     def value_and_grad(self, **keywords: Any) -> Callable[..., Any]:
         """Of `(params, batch, scale)`: the scaled loss; accumulated where there are keywords."""
-        transform = accum_jax.value_and_grad if keywords else jax.value_and_grad
-        return transform(lambda params, *args: self.scaled(self.merge(params), *args), **keywords)
+        return self._of_params("value_and_grad", self.scaled, **keywords)
+
+    def coupled_value_and_grad(self, **keywords: Any) -> Callable[..., Any]:
+        """The same of the loss in which rows act on one another."""
+        assert self.coupled is not None
+        encode, loss = self.coupled
+
+        def scaled(params: Any, batch: Batch, scale: Any) -> Any:
+            name = "coupled_value_and_grad"
+            of_params = self._of_params(name, encode, loss, loss_scale=scale, **keywords)
+            value, grads = of_params(params, batch)
+            return scale * value, grads
+
+        return scaled
+
+    def _of_params(self, name: str, *functions: Any, **keywords: Any) -> Callable[..., Any]:
+        """The transformation of that name, of functions of a model, for the model's parameters."""
+        transform = getattr(accum_jax if keywords else jax, name)
+
+        def of_params(function: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda params, *args: function(self.merge(params), *args)
+
+        return transform(*map(of_params, functions), **keywords)
 
     def scaled(self, model: Any, batch: Batch, scale: Any) -> jax.Array:
         """The loss times the loss scale."""
@@ -82,7 +108,10 @@ class Task:
             if epoch != ordered:
                 order, ordered = np.random.default_rng(epoch).permutation(num_rows), epoch
             rows = order[index * size : (index + 1) * size]
-            yield jax.tree.map(lambda leaf, rows=rows: leaf[rows], self.train)
+            batch = jax.tree.map(lambda leaf, rows=rows: leaf[rows], self.train)
+            if self.augment is not None:
+                batch = self.augment(batch, np.random.default_rng((epoch, index)))
+            yield batch
 
 
 def as_nnx(task: Task, make: Callable[[nnx.Rngs], nnx.Module]) -> Task:
@@ -95,10 +124,9 @@ def as_nnx(task: Task, make: Callable[[nnx.Rngs], nnx.Module]) -> Task:
 class _NnxTask(Task):
     """A task whose model is an NNX module that holds parameters and nothing else."""
 
-    def value_and_grad(self, **keywords: Any) -> Callable[..., Any]:
-        """See `Task.value_and_grad`."""
-        transform = accum_jax.nnx.value_and_grad if keywords else nnx.value_and_grad
-        of_model = transform(self.scaled, **keywords)
+    def _of_params(self, name: str, *functions: Any, **keywords: Any) -> Callable[..., Any]:
+        """See `Task._of_params`."""
+        of_model = getattr(accum_jax.nnx if keywords else nnx, name)(*functions, **keywords)
 
         def of_params(params: Any, *args: Any) -> Any:
             output = of_model(self.merge(params), *args)

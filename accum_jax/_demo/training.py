@@ -50,6 +50,11 @@ def accumulated(task: Task, tx) -> Way:
     return Way(grad_fn, tx, measures=task.stats is not None)
 
 
+def coupled(task: Task, tx) -> Way:
+    """All rows encoded first, and each microbatch again with its part of the loss's gradient."""
+    return Way(task.coupled_value_and_grad(k=task.k), tx)
+
+
 def mean_of_means(task: Task, tx) -> Way:
     """Without weights: a byte in a short microbatch counts for more than one in a long one."""
     return Way(task.value_and_grad(k=task.k), tx)
@@ -69,6 +74,7 @@ def optax_multi_steps(task: Task, tx) -> Way:
 WAYS: dict[str, Callable[..., Way]] = {
     "whole batch": whole_batch,
     "value_and_grad": accumulated,
+    "coupled": coupled,
     "multi_steps": one_call_each,
     "optax.MultiSteps": optax_multi_steps,
     "mean of means": mean_of_means,
@@ -86,6 +92,7 @@ class Run:
         losses: loss of each effective batch as this way reports it, one per update.
         last_metrics: what was logged of the last update.
         test_accuracy: share of the held-out predictions that are right, in [0, 1].
+        test_loss: loss of the held-out rows as one batch.
         temp_bytes: temporary memory of the compiled program, in bytes.
         update_ms: median wall time of one update, in milliseconds.
         optimizer_updates: updates that the optimizer itself counted.
@@ -97,6 +104,7 @@ class Run:
     losses: list[float]
     last_metrics: dict[str, float | None]
     test_accuracy: float
+    test_loss: float
     temp_bytes: int
     update_ms: float
     optimizer_updates: int
@@ -206,6 +214,7 @@ def train(
         losses=np.average(logged["loss"], axis=1, weights=logged["weight"]).tolist(),
         last_metrics=metrics(steps - 1),
         test_accuracy=float(accuracy(params, task.test)),
+        test_loss=float(jax.jit(task.loss_fn)(params, task.test)),
         temp_bytes=memory.temp_size_in_bytes,
         update_ms=1e3 * statistics.median(logged["seconds"].sum(axis=1)),
         optimizer_updates=int(optax.tree.get(opt_state, "count")),
