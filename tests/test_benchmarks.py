@@ -178,4 +178,4 @@ def test_coupled_must_hold():
     """More rows cost their embeddings and the loss of their pairs."""
     result = coupled.run(quick=True, targets=[], announce=lambda text: None)
     assert [claim.verdict for claim in result.claims] == ["holds"]
-    assert len(result.rows) == 6
+    assert len(result.rows) == 8
