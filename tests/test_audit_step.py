@@ -118,6 +118,8 @@ def right(name, params):
         return micro_steps(tx, mean), mean, CLIP_SGD, {"opt_state": tx.init(params)}
     if name == "window denominators":
         return balance_step(SGD), broken.balance, SGD, {}
+    if name == "coupled":
+        return coupled_step(ADAM), broken.balance, ADAM, {}
     raise ValueError(name)
 
 
@@ -130,6 +132,27 @@ def balance_step(tx):
         used = jax.nn.one_hot(jnp.argmax(gate, -1), 4).mean(0)
         loss = functools.partial(broken.balance_of_window, used=used)
         grads = accum_jax.grad(loss, k=K)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def coupled_step(tx):
+    """The gates of all rows first, then the loss of the whole window."""
+
+    def gates(params, batch):
+        return jax.nn.softmax(batch["x"] @ params["w"])
+
+    def loss(params, gate, batch):
+        used = jax.nn.one_hot(jnp.argmax(gate, -1), 4)
+        return mean(params, batch) + 4 * jnp.sum(gate.mean(0) * used.mean(0))
+
+    value_and_grad = accum_jax.coupled_value_and_grad(gates, loss, k=K)
+
+    @jax.jit
+    def step(params, state, batch):
+        _, grads = value_and_grad(params, batch)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -150,6 +173,7 @@ RIGHT = (
     "loss scaling",
     "optax.MultiSteps",
     "window denominators",
+    "coupled",
 )
 
 
