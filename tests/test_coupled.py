@@ -550,8 +550,8 @@ def test_pairs_are_spread_over_devices_by_rows(loss):
     assert f"[{num_rows},{num_rows}" not in text
     found = collectives(compiled)
     assert not any(c.inside_loop for c in found)
-    # Of the temperature and the bias, XLA leaves out what is zero in both loops.
-    assert sum(GRADIENT_BYTES - 8 <= c.bytes <= GRADIENT_BYTES for c in found) == 1
+    # XLA leaves out zeros of the temperature and the bias, and adds scalars that are waiting.
+    assert sum(abs(c.bytes - GRADIENT_BYTES) <= 8 for c in found) == 1
     largest = max(c.bytes for c in found)
     assert largest < 3 * 4 * num_rows * SIZE  # embeddings and no pairs
 
