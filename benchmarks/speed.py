@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,13 @@ class Runner:
         return time.perf_counter() - start
 
 
-def take_turns(runners: Sequence[Runner], seconds: float) -> list[list[float]]:
+class Timed(Protocol):
+    def update(self) -> float:
+        """Seconds of one call."""
+        ...
+
+
+def take_turns(runners: Sequence[Timed], seconds: float) -> list[list[float]]:
     """Seconds of each update of each runner, one a round, for about `seconds` (eight at least)."""
     for runner in runners:
         runner.update()

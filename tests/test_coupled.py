@@ -217,12 +217,6 @@ def test_plain_accumulation_does_not():
     assert abs(float(plain[0] / expected[0] - 1)) > 0.1
 
 
-def test_runs_as_it_stands_and_under_jit(run):
-    params, batch = problem()
-    fn = run(coupled_value_and_grad(encode, pairs, k=4))
-    assert_close(fn(params, batch), whole_batch(pairs)(params, batch), NARROW)
-
-
 @pytest.mark.parametrize("k", [1, 2])
 def test_fault_contrastive(run, k):
     """Embeddings t·I: rows of one microbatch alone would have no negatives and no gradient."""
@@ -448,7 +442,7 @@ def spread(tree, mesh, spec):
     return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec)), tree)
 
 
-@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 8])
 def test_every_mesh_agrees_with_the_whole_batch(size, x64):
     params, batch = problem(dtype=np.float64)
     expected = whole_batch(pairs)(params, batch)
@@ -541,7 +535,7 @@ def test_one_gradient_reduction_and_each_read_leaf_gathered_once():
     assert sorted(gathered) == [4 * 64, 4 * 64 * SIZE, 4 * 64 * SIZE]
 
 
-@pytest.mark.parametrize("loss", [clip, siglip, triplet])
+@pytest.mark.parametrize("loss", [clip, siglip, pytest.param(triplet, marks=pytest.mark.slow)])
 def test_pairs_are_spread_over_devices_by_rows(loss):
     mesh, num_rows = make_mesh(8), 512
     compiled = on_shapes(coupled_value_and_grad(encode, loss, k=2, mesh=mesh), mesh, num_rows)
@@ -639,6 +633,7 @@ def linen_encoder(norm):
     return encode, {"tower": params, "w": jnp.eye(SIZE), "t": jnp.zeros(()), "bias": jnp.ones(())}
 
 
+@pytest.mark.slow  # the audit and the demo run Linen too
 def test_linen():
     _, batch = problem()
     encode, params = linen_encoder(norm=False)
@@ -646,7 +641,7 @@ def test_linen():
     assert_close(fn(params, batch), whole_batch(siglip, encode)(params, batch), NARROW)
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_audit_finds_an_encoder_that_couples_rows(norm):
     _, batch = problem(12)
     encode, params = linen_encoder(norm)
