@@ -107,13 +107,14 @@ def measure_time(num_rows: int, seconds: float) -> dict[str, list[float]]:
 
 def run(quick: bool, targets: Sequence[Target], announce: Callable[[str], None]) -> Result:
     """Measures memory for `targets`; without any, memory and time of the device at hand."""
-    sizes = (128, 512) if quick else (128, 256, 512, 1024, 2048)
+    sizes = (128, 2048) if quick else (128, 256, 512, 1024, 2048)
+    timed = sizes[:1] if quick else sizes
     rows = []
     for target in targets or [Target(None)]:
         for num_rows in sizes:
             announce(f"coupled: {num_rows} rows, for {target.name}")
             own = [measure_memory(target, name, num_rows) for name in (*WAYS, _LOSS)]
-            if not targets:
+            if not targets and num_rows in timed:
                 times = measure_time(num_rows, seconds=5 if quick else 30)
                 for row in own[: len(WAYS)]:
                     each = zip(times[row["way"]], times[_WHOLE], strict=True)

@@ -327,7 +327,7 @@ def test_loss_scale_multiplies_the_gradient_before_it_can_vanish():
 
     value, grad = fn(scale)
     assert_same((value, grad), (jnp.float32(2.0**-23), jnp.float16(2.0**-8)))
-    assert float(fn(1.0)[1]) == 0.0 or float(fn(1.0)[1]) == 2.0**-23
+    assert float(fn(1.0)[1]) == 0
 
 
 def test_types_are_those_of_the_whole_batch():
