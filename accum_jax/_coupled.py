@@ -234,6 +234,7 @@ def run_coupled(
         leaves, batch, state = map(show, (leaves, batch, state))
         leaves, batch = list(map(rows.gather, leaves)), rows.of_batch(batch)
         each = zip(params, inputs.specs, strict=True)
+        # All that the loss sees is the same on all devices: so is its gradient, and not summed.
         params = [rows.axes.gather(x, spec, to="invarying") for x, spec in each]
 
         def of_floats(params, floats):
@@ -254,6 +255,7 @@ def run_coupled(
         jnp.asarray(1 if gradient.loss_scale is None else gradient.loss_scale),
     )
 
+    # The cotangents are one more batch argument, and split as the rows are.
     def replay(*inputs, **kwargs):
         *args, cotangents = inputs
         embeddings, state = encode(*args, **kwargs)
