@@ -207,6 +207,20 @@ MUTATIONS = (
         "reduce accumulate",
     ),
     Mutation(
+        "cotangents of other rows",
+        "_coupled.py",
+        "(*args, cotangents),",
+        "(*args, [x[::-1] for x in cotangents]),",
+        "coupled",
+    ),
+    Mutation(
+        "the coupled loss's own gradient left out",
+        "_coupled.py",
+        "total += match(rows.axes.shard(own, spec).astype(total.dtype), total)",
+        "pass",
+        "coupled",
+    ),
+    Mutation(
         "modules not written back",
         "nnx.py",
         "for name, x in new.items()}",
