@@ -269,6 +269,7 @@ def test_aux_is_the_whole_batch_s():
     assert (name, none) == ("clip", None)
 
 
+@pytest.mark.slow
 def test_keyword_arguments_go_to_the_encoder():
     params, batch = problem()
 
@@ -345,6 +346,7 @@ def test_narrow_gradients_are_summed_in_float32():
     assert_same(grad, jnp.bfloat16(512))
 
 
+@pytest.mark.slow
 def test_an_accumulator_of_another_dtype():
     with jax.enable_x64(True):
         params, batch = problem(dtype=np.float32)
@@ -368,6 +370,7 @@ def test_complex_embeddings_and_integers_beside_them(x64):
     assert_close(fn(params, batch), whole_batch(loss, rotated)(params, batch), WIDE)
 
 
+@pytest.mark.slow
 def test_under_strict_promotion(strict_promotion):
     params, batch = problem()
     assert_close(
@@ -424,6 +427,7 @@ def test_stacked_microbatches_follow_one_another():
     assert_close(actual, jax.jit(jax.value_and_grad(whole))(params), NARROW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [{"k": 4}, {"microbatch_size": 5, "remainder": "tail"}])
 def test_rows_keep_their_order(split):
     params, batch = problem()

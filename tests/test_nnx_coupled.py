@@ -59,7 +59,7 @@ def numbers(module):
     )
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.5])
+@pytest.mark.parametrize("rate", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_value_gradient_and_state_of_microbatches_in_turn(rate):
     ours, oracle, batch = Tower(nnx.Rngs(0), rate), Tower(nnx.Rngs(0), rate), make_batch()
     step = accum_jax.nnx.coupled_value_and_grad(encode, loss, k=K, has_aux=True)
