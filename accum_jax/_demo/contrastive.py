@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +14,20 @@ from sklearn.datasets import load_digits
 from accum_jax._demo.task import Task, as_nnx
 
 
+def _features(image: jax.Array, first: Any, second: Any) -> jax.Array:
+    """[..., 8, 8] images to [..., 128] features."""
+    return second(jax.nn.gelu(first(image.reshape(*image.shape[:-2], 64))))
+
+
 class _LinenEncoder(linen.Module):
-    """[..., 8, 8] images to [..., 32] embeddings, or to the [..., 128] features before them."""
+    """[..., 8, 8] images to [..., 32] embeddings."""
 
     def setup(self):
         self.first, self.second, self.last = map(linen.Dense, (128, 128, 32))
         self.log_scale = self.param("log_scale", lambda _: jnp.log(jnp.float32(5)))
 
     def features(self, image):
-        return self.second(jax.nn.gelu(self.first(image.reshape(*image.shape[:-2], 64))))
+        return _features(image, self.first, self.second)
 
     def __call__(self, image):
         return self.last(jax.nn.gelu(self.features(image)))
@@ -34,8 +40,11 @@ class _NnxEncoder(nnx.Module):
         self.last = nnx.Linear(128, 32, rngs=rngs)
         self.log_scale = nnx.Param(jnp.log(jnp.float32(5)))
 
-    features = _LinenEncoder.features
-    __call__ = _LinenEncoder.__call__
+    def features(self, image):
+        return _features(image, self.first, self.second)
+
+    def __call__(self, image):
+        return self.last(jax.nn.gelu(self.features(image)))
 
 
 def two_views(batch, rng: np.random.Generator):
