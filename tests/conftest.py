@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 
-# Before jax starts: it reads both once.
+# Before jax starts: it reads them once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
+_FLAGS = ["--xla_force_host_platform_device_count=8"]
+# Most of the time goes into compiling small programs that run once. Neither flag changes what the
+# tests read of a program: its operations, collectives, memory.
+_FLAGS.append("--xla_backend_optimization_level=0")
+if version("jax") < "0.11":  # later ones do not know it
+    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
 
 import jax
 import pytest

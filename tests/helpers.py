@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import chex
@@ -35,6 +35,12 @@ def raising(error: type[Exception] | tuple[type[Exception], ...], *fragments: st
     """``pytest.raises`` whose message names `accumulate` and holds every fragment (a regex)."""
     lookaheads = "".join(f"(?=.*(?:{fragment}))" for fragment in ("accumulate", *fragments))
     return pytest.raises(error, match=re.compile(f"(?s){lookaheads}"))
+
+
+def quick(cases: Iterable[Any], *names: Any) -> list[Any]:
+    """Values to parametrize with; those that are not among `names` are slow tests."""
+    marks = {True: (), False: (pytest.mark.slow,)}
+    return [pytest.param(case, marks=marks[case in names]) for case in cases]
 
 
 # Problems

@@ -34,9 +34,10 @@ def _updated(model, way, k):
     [
         (_tiny_mlp(), ways.WAYS),
         # Its rows differ in length: only with weights is it the whole batch's update.
-        (
+        pytest.param(
             models.transformer(layers=2, width=64, length=6, microbatch_size=2),
             (ways.WHOLE_BATCH, ways.IN_PLACE_WEIGHTED),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["mlp", "transformer"],

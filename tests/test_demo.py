@@ -98,6 +98,7 @@ def check_linen_and_nnx(model, way):
     assert nnx.losses[-1] < 0.99 * nnx.losses[0]
 
 
+@pytest.mark.slow
 def test_linen_and_nnx_give_the_same_numbers():
     check_linen_and_nnx("digits", "value_and_grad")
 
@@ -117,6 +118,13 @@ def contrastive_ways(capsys, *arguments):
     return comparison["ways"]
 
 
+def test_coupled_rows_are_trained_as_the_whole_batch():
+    task = small(TASKS["contrastive", "nnx"]())
+    whole, coupled = (train(task, way, 2, lambda *_: None) for way in ("whole batch", "coupled"))
+    chex.assert_trees_all_close(coupled.params, whole.params, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
 def test_a_coupled_loss_makes_the_whole_batch_and_plain_accumulation_does_not(capsys):
     whole, coupled, plain = contrastive_ways(capsys, "--steps", "2")
     assert coupled["first_update_error"] < 1e-5

@@ -16,7 +16,7 @@ from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 from flax_models import PAIRS, count, cross_entropy, make_batch
-from helpers import assert_same, microbatch_outputs, rows, weighted_mean
+from helpers import assert_same, microbatch_outputs, quick, rows, weighted_mean
 from layers import assert_close
 
 import accum_jax
@@ -32,7 +32,7 @@ TX = optax.chain(
 # Whole batch, Linen and NNX: the same numbers
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", quick(PAIRS, "mixer"))
 def test_twenty_updates_equal_the_whole_batch_in_linen_and_nnx(name, x64):
     linen, nnx_model = PAIRS[name][0](), PAIRS[name][1](nnx.Rngs(0))
     batch = make_batch(name)

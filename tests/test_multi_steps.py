@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import Counted, compilations, compile_for, mse, mse_problem, num_instructions
+from helpers import Counted, compilations, compile_for, mse, mse_problem, num_instructions, quick
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -88,7 +88,7 @@ def masks(sizes):
     return [jnp.float32((row >= a) & (row < b)) for a, b in itertools.pairwise(edges)]
 
 
-@pytest.mark.parametrize("name", optimizers())
+@pytest.mark.parametrize("name", quick(optimizers(), "adam", "adafactor", "partition"))
 def test_trajectory_of_20_updates_is_that_of_the_whole_batch(name):
     tx = optimizers()[name]
     start, x, y = problem()

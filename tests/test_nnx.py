@@ -130,7 +130,11 @@ def batch():
 
 @pytest.mark.parametrize(
     ("make", "how"),
-    [(Net, "eager"), (Net, "nnx.jit"), (Net, "jax.jit"), (Scanned, "eager"), (Scanned, "jax.jit")],
+    [
+        *((Net, how) for how in ("eager", "nnx.jit", "jax.jit")),
+        (Scanned, "jax.jit"),
+        pytest.param(Scanned, "eager", marks=pytest.mark.slow),
+    ],
 )
 def test_result_and_model_are_those_of_one_microbatch_after_another(make, how, batch):
     f = loss if make is Net else plain_loss

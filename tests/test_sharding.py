@@ -733,7 +733,11 @@ def test_arrays_that_are_not_placed_and_no_specs(types):
     assert_close(jax.jit(fn)(place(params, mesh, TENSOR), batch), expected, ROUNDING)
 
 
-@pytest.mark.parametrize("types", [(AUTO,), (EXPLICIT,)], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize(
+    "types",
+    [pytest.param((AUTO,), marks=SLOW), (EXPLICIT,)],
+    ids=["Auto", "Explicit"],
+)
 def test_under_set_mesh(types):
     params, batch, expected = two_layers_problem()
     mesh = make_mesh(types, data=4)
