@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from importlib.metadata import version
 
-# Before jax starts: it reads them once.
+# Before jax starts: it reads them once. Most of the time goes into compiling small programs that
+# run once; the last two flags change nothing that the tests read of a program.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_FLAGS = ["--xla_force_host_platform_device_count=8"]
-# Most of the time goes into compiling small programs that run once. Neither flag changes what the
-# tests read of a program: its operations, collectives, memory.
-_FLAGS.append("--xla_backend_optimization_level=0")
-if version("jax") < "0.11":  # later ones do not know it
-    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",
+        # Later ones do not know it.
+        "--xla_cpu_use_fusion_emitters=false" if version("jax") < "0.11" else "",
+    )
+)
 
 import jax
 import pytest
