@@ -10,6 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import jax
@@ -81,19 +82,24 @@ def median_interval(values: Iterable[float]) -> tuple[float, float]:
     return ordered[max(0, round(n / 2 - reach) - 1)], ordered[min(n - 1, round(n / 2 + reach))]
 
 
-def measure(model: Model, selected: Sequence[Way], k: int, seconds: float) -> list[dict[str, Any]]:
-    """One row for each way; times in milliseconds for an update of k microbatches."""
-    runners = [Runner(model, way, k) for way in selected]
-    times = take_turns(runners, seconds)
+def measure(
+    model: Model, selected: Sequence[Way], k: int, seconds: float, **others: Any
+) -> list[dict[str, Any]]:
+    """One row for each way; times in milliseconds for an update of k microbatches.
+
+    `others` are runners that are no way to use JAX, by name.
+    """
+    runners = {way.name: Runner(model, way, k) for way in selected} | others
+    times = take_turns(list(runners.values()), seconds)
     baseline = times[selected.index(_BASELINE)]
     rows = []
-    for way, runner, own in zip(selected, runners, times, strict=True):
+    for (name, runner), own in zip(runners.items(), times, strict=True):
         ratios = [a / b for a, b in zip(own, baseline, strict=True)]
         lower, middle, upper = statistics.quantiles(own, n=4)
         rows.append(
             {
                 "model": model.name,
-                "way": way.name,
+                "way": name,
                 "k": k,
                 "rounds": len(own),
                 "lower_quartile_ms": 1e3 * lower,
@@ -128,11 +134,22 @@ def run(quick: bool, targets: Sequence[Target], announce: Callable[[str], None])
         (small_transformer(), 8, ()),
     ):
         announce(f"speed: {model.name}, k = {k}")
-        selected = (*claimed, *others) if quick else ways.WAYS
-        rows += measure(model, selected, k, seconds=20 if quick else 120)
+        if quick:
+            rows += measure(model, (*claimed, *others), k, seconds=20)
+        else:
+            rows += measure(model, ways.WAYS, k, seconds=120, **_beside_jax(model, k))
     names = dict.fromkeys(row["model"] for row in rows)
     tables = [_table([row for row in rows if row["model"] == name]) for name in names]
     return Result(rows, tables, _claims(rows), lambda figure: _draw(figure, rows))
+
+
+def _beside_jax(model: Model, k: int) -> dict[str, Any]:
+    """The same in PyTorch on a CPU, where it is installed: `pip install torch`."""
+    if model.name != small_mlp().name or jax.default_backend() != "cpu" or not find_spec("torch"):
+        return {}
+    from benchmarks.torch_loop import TorchRunner
+
+    return {"PyTorch loop": TorchRunner(model, k)}
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

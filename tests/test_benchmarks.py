@@ -142,6 +142,18 @@ def test_bad_usage(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_pytorch_makes_the_same_update():
+    pytest.importorskip("torch")
+    from benchmarks.torch_loop import TorchRunner
+
+    model = _tiny_mlp()
+    runner = TorchRunner(model, k=4)
+    runner.update()
+    expected = _updated(model, ways.WHOLE_BATCH, k=4)
+    found = [{"w": w.detach().numpy(), "b": b.detach().numpy()} for w, b in runner.params]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
+
+
 @pytest.mark.slow
 def test_memory_must_hold():
     """A layer-scanned transformer of 200 MB: in place needs no second gradient, at any k."""
