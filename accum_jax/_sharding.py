@@ -167,15 +167,16 @@ class DataAxes:
 
     def arrange(self, arrays: list[Any], specs: list[PartitionSpec], mesh: Any) -> list[Any]:
         """Arrays with their rows where the data axes want them, on a mesh of explicit types."""
-        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        if all(types[name] != AxisType.Explicit for name in self.names):
+        types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        explicit = [name for name, kind in types if kind == AxisType.Explicit]
+        if not any(name in self.names for name in explicit):
             return arrays
-        explicit = [n for n, t in types.items() if t == AxisType.Explicit and n not in self.names]
+        kept = [name for name in explicit if name not in self.names]
         arranged = []
         for x, spec in zip(arrays, specs, strict=True):
-            now = keep_axes(jax.typeof(x).sharding.spec, explicit)
+            now, new = keep_axes(jax.typeof(x).sharding.spec, kept), keep_axes(spec, explicit)
             now = [*now, *[()] * (x.ndim - len(now))]
-            new = [*spec, *[()] * (x.ndim - len(spec))]
+            new = [*new, *[()] * (x.ndim - len(new))]
             both = PartitionSpec(*((*_names(a), *_names(b)) for a, b in zip(now, new, strict=True)))
             arranged.append(jax.reshard(x, NamedSharding(mesh, both)))
         return arranged
