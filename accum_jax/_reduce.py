@@ -95,6 +95,17 @@ def wide_dtype(dtype: Any, requested: Any = None) -> jnp.dtype:
     return jnp.dtype(real)
 
 
+def cast_sum(x: jax.Array, dtype: Any, accumulator_dtype: Any, output_dtype: Any) -> jax.Array:
+    """A finished sum of values of `dtype`, in the dtype in which it is handed on."""
+    dtype = jnp.dtype(dtype)
+    narrow = not jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize < 4
+    if output_dtype == "accumulator" or narrow:  # a sum may not fit a narrow integer
+        dtype = wide_dtype(dtype, accumulator_dtype)
+    elif output_dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
+        dtype = wide_dtype(dtype, output_dtype)
+    return x.astype(dtype)
+
+
 class Window(NamedTuple):
     """The static facts of one call that reducers need."""
 
@@ -104,14 +115,7 @@ class Window(NamedTuple):
     output_dtype: Any
 
     def cast(self, x: jax.Array, dtype: Any) -> jax.Array:
-        """A finished sum of values of `dtype`, in the dtype in which it is handed on."""
-        dtype = jnp.dtype(dtype)
-        narrow = not jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize < 4
-        if self.output_dtype == "accumulator" or narrow:  # a sum may not fit a narrow integer
-            dtype = wide_dtype(dtype, self.accumulator_dtype)
-        elif self.output_dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
-            dtype = wide_dtype(dtype, self.output_dtype)
-        return x.astype(dtype)
+        return cast_sum(x, dtype, self.accumulator_dtype, self.output_dtype)
 
 
 class LeafReducer(abc.ABC):

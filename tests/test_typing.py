@@ -73,3 +73,30 @@ def test_accumulated_loss_keeps_the_type():
     assert_type(accum_jax.accumulated_loss(loss, k=2)(PARAMS, BATCH), jax.Array)
     out = accum_jax.accumulated_loss(loss_with_aux, k=2, has_aux=True)(PARAMS, BATCH)
     assert_type(out, tuple[jax.Array, Metrics])
+
+
+def encode(params: Params, batch: jax.Array) -> jax.Array:
+    return batch * params["w"]
+
+
+def spread(params: Params, embeddings: jax.Array, batch: jax.Array) -> jax.Array:
+    return jnp.var(embeddings)
+
+
+def spread_with_aux(
+    params: Params, embeddings: jax.Array, batch: jax.Array
+) -> tuple[jax.Array, Metrics]:
+    return spread(params, embeddings, batch), {"hits": jnp.sum(batch)}
+
+
+def test_coupled_value_and_grad():
+    value, grads = accum_jax.coupled_value_and_grad(encode, spread, k=2)(PARAMS, BATCH)
+    assert_type(value, jax.Array)
+    assert_type(grads, Params)
+    assert (float(value), float(grads["w"])) == (1.25, 2.5)
+    fn = accum_jax.coupled_value_and_grad(encode, spread_with_aux, k=2, has_aux=True)
+    out = fn(PARAMS, BATCH)
+    assert_type(out, tuple[tuple[jax.Array, Metrics], Params])
+    assert float(out[0][1]["hits"]) == 6.0
+    several = accum_jax.coupled_value_and_grad(encode, spread, k=2, argnums=(0,))
+    assert_type(several(PARAMS, BATCH), Any)
