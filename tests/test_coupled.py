@@ -162,11 +162,20 @@ def problem(num_rows=ROWS, dtype=np.float32):
     return params, {**batch, "label": jnp.arange(num_rows) % 3}
 
 
-def whole_batch(loss, encode=encode, **options):
+def jitted(fn):
+    """For values alone: the time of these tests is the compiler's."""
+    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def on_whole_batch(loss, encode=encode, **options):
     def whole(params, batch):
         return loss(params, encode(params, batch), batch)
 
-    return jax.jit(jax.value_and_grad(whole, **options))
+    return jax.value_and_grad(whole, **options)
+
+
+def whole_batch(*args, **options):
+    return jitted(on_whole_batch(*args, **options))
 
 
 def assert_close(actual, expected, tolerance):
@@ -187,33 +196,38 @@ def check_splits(loss, splits):
     expected = whole_batch(loss)(params, batch)
     assert float(optax.tree.norm(expected[1])) > 1e-3
     for split in splits:
-        fn = jax.jit(coupled_value_and_grad(encode, loss, **split))
+        fn = jitted(coupled_value_and_grad(encode, loss, **split))
         assert_close(fn(params, batch), expected, WIDE)
 
 
-def test_the_sum_of_all_losses(x64):
-    check_splits(lambda *args: sum(loss(*args) for loss in LOSSES), SPLITS[-1:])
+def test_a_loss_of_each_kind(x64):
+    kinds = siglip, triplet, barlow_twins, balance
+    check_splits(lambda *args: sum(loss(*args) for loss in kinds), SPLITS[-1:])
 
 
-@pytest.mark.parametrize(
-    "loss", [info_nce, *(pytest.param(loss, marks=pytest.mark.slow) for loss in LOSSES[1:])]
-)
+def test_eight_microbatches(x64):
+    check_splits(info_nce, SPLITS[2:3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSSES)
 def test_equals_the_whole_batch(loss, x64):
     check_splits(loss, SPLITS)
 
 
+@pytest.mark.slow
 def test_equals_the_whole_batch_to_float32_rounding():
     with jax.enable_x64(True):
         expected = whole_batch(clip)(*problem(dtype=np.float64))
         expected = jax.tree.map(lambda x: np.asarray(x, np.float32), expected)
-    actual = coupled_value_and_grad(encode, clip, k=8)(*problem())
+    actual = jitted(coupled_value_and_grad(encode, clip, k=8))(*problem())
     assert_close(actual, expected, NARROW)
 
 
 def test_plain_accumulation_does_not():
     params, batch = problem()
     expected = whole_batch(pairs)(params, batch)
-    plain = jax.jit(accumulate(whole_batch(pairs), k=4))(params, batch)
+    plain = jitted(accumulate(on_whole_batch(pairs), k=4))(params, batch)
     assert abs(float(plain[0] / expected[0] - 1)) > 0.1
 
 
@@ -248,9 +262,9 @@ def test_several_differentiated_and_batch_arguments_and_a_frozen_tower():
         return loss(other, mine, encode(frozen, mine, a, b, other), a, b)
 
     args = params, mine, batch["a"], batch["b"], other
-    expected = jax.jit(jax.value_and_grad(whole, argnums=(4, 1)))(*args)
+    expected = jitted(jax.value_and_grad(whole, argnums=(4, 1)))(*args)
     fn = coupled_value_and_grad(encode, loss, k=4, argnums=(-1, 1), batch_argnums=(2, -2))
-    actual = fn(*args)
+    actual = jitted(fn)(*args)
     assert isinstance(actual[1], tuple)
     assert_close(actual, expected, NARROW)
 
@@ -301,8 +315,8 @@ def test_both_passes_draw_the_same_masks_and_microbatches_others():
         return loss(params, z, batch)
 
     fn = coupled_value_and_grad(dropped, loss, k=k, key_argnums=2, has_aux=True)
-    (value, keep), grads = fn(params, batch, key)
-    expected = jax.jit(jax.value_and_grad(whole, has_aux=True))(params, batch)
+    (value, keep), grads = jitted(fn)(params, batch, key)
+    expected = jitted(jax.value_and_grad(whole, has_aux=True))(params, batch)
     assert_same(keep, expected[0][1])
     assert_close((value, grads), (expected[0][0], expected[1]), NARROW)
     masks = {np.asarray(rows(keep, k, i)).tobytes() for i in range(k)}
@@ -329,6 +343,22 @@ def test_loss_scale_multiplies_the_gradient_before_it_can_vanish():
     value, grad = fn(scale)
     assert_same((value, grad), (jnp.float32(2.0**-23), jnp.float16(2.0**-8)))
     assert float(fn(1.0)[1]) == 0
+
+
+def test_scaled_sums_that_float16_cannot_hold():
+    def gradient(output_dtype):
+        fn = coupled_value_and_grad(
+            lambda w, x: w * x,
+            lambda w, z, x: jnp.sum(z.astype(jnp.float32)),
+            k=8,
+            loss_scale=2.0**12,
+            output_dtype=output_dtype,
+        )
+        return fn(jnp.float16(1), jnp.ones(64, jnp.float16))[1]
+
+    assert_same(gradient(None), jnp.float16(jnp.inf))
+    for output_dtype in ("accumulator", jnp.float32):
+        assert_same(gradient(output_dtype), jnp.float32(2.0**18))
 
 
 def test_types_are_those_of_the_whole_batch():
@@ -366,7 +396,7 @@ def test_complex_embeddings_and_integers_beside_them(x64):
         same = z["label"][:, None] == batch["label"]
         return jnp.mean(jnp.abs(gram) ** 2 * same) + jnp.mean((gram * params["t"]).imag ** 2)
 
-    fn = coupled_value_and_grad(rotated, loss, k=4)
+    fn = jitted(coupled_value_and_grad(rotated, loss, k=4))
     assert_close(fn(params, batch), whole_batch(loss, rotated)(params, batch), WIDE)
 
 
@@ -388,10 +418,10 @@ def test_mapped_and_differentiated_again():
         return jnp.var(z)
 
     w, batch = jnp.array([0.5, 0.7]), jnp.arange(6.0) / 6
-    fn, whole = coupled_value_and_grad(encode, loss, k=3), whole_batch(loss, encode)
-    mapped = [jax.jit(jax.vmap(f, (0, None)))(w, batch) for f in (fn, whole)]
+    fn, whole = coupled_value_and_grad(encode, loss, k=3), on_whole_batch(loss, encode)
+    mapped = [jitted(jax.vmap(f, (0, None)))(w, batch) for f in (fn, whole)]
     assert_close(*mapped, NARROW)
-    second = [jax.jit(jax.grad(lambda w, f=f: f(w, batch)[1]))(w[0]) for f in (fn, whole)]
+    second = [jitted(jax.grad(lambda w, f=f: f(w, batch)[1]))(w[0]) for f in (fn, whole)]
     assert_close(*second, NARROW)
 
 
@@ -423,8 +453,8 @@ def test_stacked_microbatches_follow_one_another():
         return positional(params, z, batch) + jnp.sum(each)
 
     fn = coupled_value_and_grad(encode_with, loss, stacked=True)
-    actual = fn(params, {"rows": stacked_rows(batch, 4), "each": each})
-    assert_close(actual, jax.jit(jax.value_and_grad(whole))(params), NARROW)
+    actual = jitted(fn)(params, {"rows": stacked_rows(batch, 4), "each": each})
+    assert_close(actual, jitted(jax.value_and_grad(whole))(params), NARROW)
 
 
 @pytest.mark.slow
@@ -442,21 +472,26 @@ def make_mesh(size, kind=AxisType.Auto):
     return jax.make_mesh((size,), ("data",), axis_types=(kind,), devices=jax.devices()[:size])
 
 
+def two_axes(size, kinds=(AxisType.Auto,) * 2):
+    devices = jax.devices()[: 2 * size]
+    return jax.make_mesh((size, 2), ("data", "model"), axis_types=kinds, devices=devices)
+
+
 def spread(tree, mesh, spec):
     return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec)), tree)
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 8])
 def test_every_mesh_agrees_with_the_whole_batch(size, x64):
     params, batch = problem(dtype=np.float64)
     expected = whole_batch(pairs)(params, batch)
     mesh = make_mesh(size)
     options = {"k": 2} if size < 8 else {"k": 1}
     fn = coupled_value_and_grad(encode, pairs, mesh=mesh, **options)
-    assert_close(jax.jit(fn)(params, batch), expected, WIDE)
+    assert_close(jitted(fn)(params, batch), expected, WIDE)
     fn = coupled_value_and_grad(encode, pairs, axis_name="data", **options)
     fn = jax.shard_map(fn, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-    assert_close(jax.jit(fn)(params, batch), expected, WIDE)
+    assert_close(jitted(fn)(params, batch), expected, WIDE)
 
 
 @pytest.mark.slow
@@ -467,49 +502,123 @@ def test_every_loss_on_devices_with_a_short_last_microbatch(loss, x64):
     options = {"microbatch_size": 4, "remainder": "tail"}  # 6 rows a device
     mesh = make_mesh(4)
     fn = coupled_value_and_grad(encode, loss, mesh=mesh, **options)
-    assert_close(jax.jit(fn)(params, batch), expected, WIDE)
+    assert_close(jitted(fn)(params, batch), expected, WIDE)
     for check_vma in (True, False):
         fn = coupled_value_and_grad(encode, loss, axis_name="data", **options)
         fn = jax.shard_map(
             fn, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
         )
-        assert_close(jax.jit(fn)(params, batch), expected, WIDE)
+        assert_close(jitted(fn)(params, batch), expected, WIDE)
     fn = coupled_value_and_grad(encode, loss, axis_name="i", **options)
     by_device = stacked_rows(batch, 4)
     results = jax.vmap(fn, (None, 0), axis_name="i")(params, by_device)
     assert_close(jax.tree.map(lambda x: x[-1], results), expected, WIDE)
 
 
-def test_explicit_mesh_and_parameters_sharded_over_it():
+AUTO_AND_EXPLICIT = [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit]
+OVER_DATA = {"first": P(None, "data"), "wa": P("data"), "wb": P(), "t": P(), "bias": P()}
+
+
+@pytest.mark.parametrize("kind", AUTO_AND_EXPLICIT)
+def test_parameters_sharded_over_the_data_axis(kind):
     params, batch = problem()
-    expected = whole_batch(pairs)(params, batch)
-    specs = {"first": P(None, "data"), "wa": P("data"), "wb": P(), "t": P(), "bias": P()}
-    for kind in (AxisType.Explicit, AxisType.Auto):
-        mesh = make_mesh(2, kind)
-        fn = coupled_value_and_grad(encode, pairs, k=2, mesh=mesh, arg_specs={0: specs})
-        placed = jax.tree.map(lambda x, spec, m=mesh: spread(x, m, spec), params, specs)
-        actual = jax.jit(fn)(placed, spread(batch, mesh, P("data")))
-        assert_close(actual, expected, NARROW)
-        for name in ("first", "wa"):
-            assert actual[1][name].sharding.is_equivalent_to(placed[name].sharding, 2)
-    fn = coupled_value_and_grad(encode, pairs, k=2, axis_name="data", arg_specs={0: specs})
-    fn = jax.shard_map(fn, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs))
-    assert_close(jax.jit(fn)(params, batch), expected, NARROW)
+    mesh = make_mesh(2, kind)
+    fn = coupled_value_and_grad(encode, pairs, k=2, mesh=mesh, arg_specs={0: OVER_DATA})
+    placed = jax.tree.map(lambda x, spec: spread(x, mesh, spec), params, OVER_DATA)
+    actual = jitted(fn)(placed, spread(batch, mesh, P("data")))
+    assert_close(actual, whole_batch(pairs)(params, batch), NARROW)
+    for name in ("first", "wa"):
+        assert actual[1][name].sharding.is_equivalent_to(placed[name].sharding, 2)
 
 
-def test_stacked_over_devices():
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_parameters_sharded_over_a_mapped_axis(check_vma):
+    params, batch = problem()
+    fn = coupled_value_and_grad(encode, pairs, k=2, axis_name="data", arg_specs={0: OVER_DATA})
+    specs = {"in_specs": (OVER_DATA, P("data")), "out_specs": (P(), OVER_DATA)}
+    fn = jax.shard_map(fn, mesh=make_mesh(2), check_vma=check_vma, **specs)
+    assert_close(jitted(fn)(params, batch), whole_batch(pairs)(params, batch), NARROW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [("data", "model"), ("model", "data")])
+@pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto,) * 2])
+def test_several_data_axes(axes, kinds):
+    params, batch = problem()
+    expected = whole_batch(positional)(params, batch)
+    mesh = two_axes(2, kinds)
+    fn = coupled_value_and_grad(encode, positional, k=2, mesh=mesh, data_axes=axes)
+    placed = spread(params, mesh, P()), spread(batch, mesh, P(axes))
+    assert_close(jitted(fn)(*placed), expected, NARROW)
+    fn = coupled_value_and_grad(encode, positional, k=2, axis_name=axes)
+    fn = jax.shard_map(fn, mesh=two_axes(2), in_specs=(P(), P(axes)), out_specs=P())
+    assert_close(jitted(fn)(params, batch), expected, NARROW)
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_parameters_sharded_over_an_axis_beside_the_data(size):
+    """XLA cannot add up over the one device of an axis what the other axis shards."""
+    params, batch = problem()
+    specs = {"first": P(None, "model"), "wa": P("model"), "wb": P("model"), "t": P(), "bias": P()}
+    mesh = two_axes(size)
+    placed = jax.tree.map(lambda x, spec: spread(x, mesh, spec), params, specs)
+    fn = coupled_value_and_grad(encode, pairs, k=2, mesh=mesh, arg_specs={0: specs})
+    actual = jitted(fn)(placed, spread(batch, mesh, P("data")))
+    assert_close(actual, whole_batch(pairs)(params, batch), NARROW)
+    for name in ("first", "wa"):
+        assert actual[1][name].sharding.is_equivalent_to(placed[name].sharding, 2)
+
+
+@pytest.mark.slow
+def test_a_loss_with_a_map_of_its_own():
+    """A ring: each device sees the other rows in turn, and no device holds all pairs."""
+    mesh, (params, batch) = make_mesh(4), problem()
+
+    def on_each(params, z):
+        a, b, place = *map(normalised, (z["a"], z["b"])), jax.lax.axis_index("data")
+
+        def turn(b, step):
+            logits = a @ b.T * jnp.exp(params["t"]) + params["bias"]
+            signs = jnp.where(step == 0, 2 * jnp.eye(len(a)) - 1, -1.0)
+            b = jax.lax.ppermute(b, "data", [(i, (i + 1) % 4) for i in range(4)])
+            return b, jnp.sum(jax.nn.log_sigmoid(signs * logits))
+
+        _, sums = jax.lax.scan(turn, b, place * 0 + jnp.arange(4))
+        return -jax.lax.psum(jnp.sum(sums), "data") / ROWS
+
+    def ring(params, z, batch):
+        return jax.shard_map(on_each, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(
+            params, z
+        )
+
+    fn = coupled_value_and_grad(encode, ring, k=2, mesh=mesh)
+    assert_close(jitted(fn)(params, batch), whole_batch(siglip)(params, batch), NARROW)
+
+
+def stacked_over_two_devices(params, batch):
     """Rows of a device stay together: the loss sees the first device's, then the next one's."""
-    params, batch = problem()
     order = np.arange(ROWS).reshape(4, 2, 2).swapaxes(0, 1).reshape(-1)
-    expected = whole_batch(positional)(params, jax.tree.map(lambda x: x[order], batch))
-    for kind in (AxisType.Auto, AxisType.Explicit):
-        mesh = make_mesh(2, kind)
-        fn = coupled_value_and_grad(encode, positional, stacked=True, mesh=mesh)
-        placed = spread(stacked_rows(batch, 4), mesh, P(None, "data"))
-        assert_close(jax.jit(fn)(spread(params, mesh, P()), placed), expected, NARROW)
+    return whole_batch(positional)(params, jax.tree.map(lambda x: x[order], batch))
+
+
+@pytest.mark.parametrize("kind", AUTO_AND_EXPLICIT)
+def test_stacked_over_devices(kind):
+    params, batch = problem()
+    mesh = make_mesh(2, kind)
+    fn = coupled_value_and_grad(encode, positional, stacked=True, mesh=mesh)
+    placed = spread(stacked_rows(batch, 4), mesh, P(None, "data"))
+    actual = jitted(fn)(spread(params, mesh, P()), placed)
+    assert_close(actual, stacked_over_two_devices(params, batch), NARROW)
+
+
+@pytest.mark.slow
+def test_stacked_over_a_mapped_axis():
+    params, batch = problem()
     fn = coupled_value_and_grad(encode, positional, stacked=True, axis_name="data")
     fn = jax.shard_map(fn, mesh=make_mesh(2), in_specs=(P(), P(None, "data")), out_specs=P())
-    assert_close(jax.jit(fn)(params, stacked_rows(batch, 4)), expected, NARROW)
+    actual = jitted(fn)(params, stacked_rows(batch, 4))
+    assert_close(actual, stacked_over_two_devices(params, batch), NARROW)
 
 
 def on_shapes(fn, mesh, num_rows):
@@ -539,19 +648,26 @@ def test_one_gradient_reduction_and_each_read_leaf_gathered_once():
     assert sorted(gathered) == [4 * 64, 4 * 64 * SIZE, 4 * 64 * SIZE]
 
 
-@pytest.mark.parametrize("loss", [clip, siglip, pytest.param(triplet, marks=pytest.mark.slow)])
-def test_pairs_are_spread_over_devices_by_rows(loss):
-    mesh, num_rows = make_mesh(8), 512
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (clip, AxisType.Auto),
+        (siglip, AxisType.Explicit),
+        *(pytest.param(loss, AxisType.Auto, marks=pytest.mark.slow) for loss in LOSSES[2:6]),
+    ],
+)
+def test_pairs_are_spread_over_devices_by_rows(loss, kind):
+    mesh, num_rows = make_mesh(8, kind), 512
     compiled = on_shapes(coupled_value_and_grad(encode, loss, k=2, mesh=mesh), mesh, num_rows)
-    text = compiled.as_text()
-    assert f"[{num_rows // 8},{num_rows}" in text
-    assert f"[{num_rows},{num_rows}" not in text
+    text, views = compiled.as_text(), 2 if loss is nt_xent else 1
+    assert f"[{views * num_rows // 8},{views * num_rows}" in text
+    assert f"[{views * num_rows},{views * num_rows}" not in text
     found = collectives(compiled)
     assert not any(c.inside_loop for c in found)
     # XLA leaves out zeros of the temperature and the bias, and adds scalars that are waiting.
     assert sum(abs(c.bytes - GRADIENT_BYTES) <= 8 for c in found) == 1
     largest = max(c.bytes for c in found)
-    assert largest < 3 * 4 * num_rows * SIZE  # embeddings and no pairs
+    assert largest < 3 * 4 * num_rows * SIZE * views  # embeddings and no pairs
 
 
 # Cost
@@ -572,7 +688,7 @@ def test_memory_is_flat_in_k_but_for_the_embeddings():
     params = [jnp.zeros((64, 64))] * 4
     fn = coupled_value_and_grad(deep, spread_loss, microbatch_size=32)
     sizes = {n: temp_bytes(compile_for(fn, params, jnp.zeros((n, 64)))) for n in (64, 2048)}
-    whole = compile_for(whole_batch(spread_loss, deep), params, jnp.zeros((2048, 64)))
+    whole = compile_for(on_whole_batch(spread_loss, deep), params, jnp.zeros((2048, 64)))
     # Embeddings and cotangents, once more where they move from one loop to the other.
     assert sizes[2048] - sizes[64] <= 3 * 4 * 8 * (2048 - 64)
     assert temp_bytes(whole) > 6 * sizes[2048]
@@ -641,11 +757,12 @@ def linen_encoder(norm):
 def test_linen():
     _, batch = problem()
     encode, params = linen_encoder(norm=False)
-    fn = jax.jit(coupled_value_and_grad(encode, siglip, k=4))
+    fn = jitted(coupled_value_and_grad(encode, siglip, k=4))
     assert_close(fn(params, batch), whole_batch(siglip, encode)(params, batch), NARROW)
 
 
-@pytest.mark.parametrize("norm", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", [False, True])
 def test_audit_finds_an_encoder_that_couples_rows(norm):
     _, batch = problem(12)
     encode, params = linen_encoder(norm)
@@ -659,13 +776,15 @@ def test_batch_statistics_of_the_whole_batch():
     first, norm, last = nn.Dense(WIDTH), nn.BatchNorm(momentum=0.5), nn.Dense(1)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, FEATURES)), jnp.float32)
     batch = {"x": x, "y": x.sum(1) ** 2}
-    variables = norm.init(jax.random.key(1), jnp.zeros((1, WIDTH)), use_running_average=True)
-    stats = variables["batch_stats"]
-    params = {
-        "first": first.init(jax.random.key(0), x),
-        "norm": variables["params"],
-        "last": last.init(jax.random.key(2), jnp.zeros((1, WIDTH))),
-    }
+    keys, hidden = jax.random.split(jax.random.key(0), 3), jnp.zeros((1, WIDTH))
+
+    @jitted
+    def init():
+        variables = norm.init(keys[1], hidden, use_running_average=True)
+        params = {"first": first.init(keys[0], x), "last": last.init(keys[2], hidden)}
+        return {**params, "norm": variables["params"]}, variables["batch_stats"]
+
+    params, stats = init()
 
     def encode(params, batch):
         return first.apply(params["first"], batch["x"])
@@ -680,7 +799,7 @@ def test_batch_statistics_of_the_whole_batch():
         out = last.apply(params["last"], nn.gelu(h))[:, 0]
         return jnp.mean((out - batch["y"]) ** 2), updated["batch_stats"]
 
-    fn = jax.jit(coupled_value_and_grad(encode, loss, k=8, has_aux=True))
+    fn = jitted(coupled_value_and_grad(encode, loss, k=8, has_aux=True))
     expected = whole_batch(loss, encode, has_aux=True)(params, batch)
     actual = fn(params, batch)
     assert_close(actual, expected, NARROW)

@@ -71,6 +71,7 @@ def test_value_gradient_and_state_of_microbatches_in_turn(rate):
     assert float(jnp.abs(ours.norm.mean[...]).max()) > 0
 
 
+@pytest.mark.slow
 def test_batch_norm_in_the_loss_has_the_whole_batch_s_statistics():
     model, batch = Tower(nnx.Rngs(0)), make_batch()
     accum_jax.nnx.coupled_value_and_grad(encode, loss, k=K, has_aux=True)(model, batch)
