@@ -1,23 +1,35 @@
 """Gradient accumulation for JAX, Optax and Flax that equals the whole batch.
 
 Functions of a batch, run as microbatches in one loop:
-  `accumulate`        any function of a batch, such as `jax.grad` returns
   `value_and_grad`    in place of `jax.value_and_grad`, with the least memory
   `grad`              in place of `jax.grad`
+  `accumulate`        any function of a batch, such as `jax.grad` returns
   `accumulated_loss`  a loss that others differentiate: line searches, `equinox.filter_grad`
-  `coupled_value_and_grad`  a loss of all rows together: contrastive, ranking, batch statistics
+  `coupled_value_and_grad`
+                      a loss of all rows together: contrastive, ranking, batch statistics
   `thread`            the reducer for state that moves from microbatch to microbatch
+  `AccumulationStats` counts, norms and noise scale, with `stats=`
+  `accum_jax.nnx`     the same for Flax NNX modules; imported by itself, as it needs Flax
 
 Optimizers, for loops that see one microbatch a call, and for float16:
-  `multi_steps`, `has_updated`, `from_optax_multi_steps`, `microstep_schedule`
-  `dynamic_loss_scale`, `static_loss_scale`, `loss_scale`
-  `collectives`       what a compiled program sends between devices
-  `telemetry`         counters of a nested optimizer state, for a log
+  `multi_steps`       one update for each window of k calls (state: `MultiStepsState`)
+  `has_updated`       whether the last call made one
+  `microstep_schedule`
+                      a schedule written in micro steps
+  `from_optax_multi_steps`
+                      goes on from a state of `optax.MultiSteps`
+  `dynamic_loss_scale`, `static_loss_scale`
+                      unscale once, check once (state: `LossScaleState`)
+  `loss_scale`        the factor for the next loss, from a nested state
+  `telemetry`         counters of a nested state, for a log
 
-Questions:
+Questions, each answered by an object that prints as a table:
   `audit`             is accumulating this loss the same as the whole batch?
-  `audit_step`        is this accumulated step, and if not, why? (`AuditReport`, `Problem`)
-  `plan`              which microbatch fits in memory, here or on a machine that is not here?
+  `audit_step`        is this step, and if not, why? (both: `AuditReport` of `Finding`s)
+  `plan`              which microbatch fits in memory, on this machine or another?
+                      (`Plan` of `PlanRow`s)
+  `Problem`           a loss with its data, for `accum-jax audit` and `accum-jax plan`
+  `collectives`       what a compiled program sends between devices (a list of `Collective`s)
 """
 
 from ._accumulate import accumulate as accumulate
