@@ -67,10 +67,10 @@ def accumulated_loss(
     Under `jax.vmap` of a jitted function weights need `in_place=False`, as in `value_and_grad`.
 
     First derivatives only, in reverse mode (forward mode is jax's own error about `custom_vjp`),
-    with respect to float arguments passed by position that
-    are neither batch nor threaded state; anything else is an error. A factor on the loss, such as
-    `DynamicScale`'s, reaches the gradient after the backward pass and comes too late against
-    float16 underflow: give `loss_scale=` for that.
+    with respect to float arguments passed by position that are neither batch nor threaded state;
+    anything else is an error. A factor on the loss, such as `DynamicScale`'s, reaches the gradient
+    after the backward pass and comes too late against float16 underflow: give `loss_scale=` for
+    that.
 
     Args:
       loss_fn: `loss_fn(params, batch, ...)` returns a real scalar, or `(scalar, aux)`.

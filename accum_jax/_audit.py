@@ -49,7 +49,7 @@ def audit(
     has_aux: bool = False,
     reduction: str = "mean",
 ) -> AuditReport:
-    """Tell whether accumulating a loss over k microbatches equals the whole batch, else why not.
+    """Tells whether accumulating a loss over k microbatches equals the whole batch, else why not.
 
     Only calls the loss and its gradient. With v(S) the loss and its gradient on rows S and w(S)
     their weight, accumulation is exact where Σ w(S_i) v(S_i) = w(S) v(S) for all partitions of S;

@@ -78,7 +78,7 @@ def audit_step(
     opt_state: Any = None,
     has_aux: bool = False,
 ) -> AuditReport:
-    """Tell whether a step makes the updates of the whole batch, else which known fault it has.
+    """Tells whether a step makes the updates of the whole batch, else which known fault it has.
 
     Runs the step `updates` times on one batch, in its own dtypes and, where it allows, in float64.
     Each update is compared with that of `tx` on the whole batch's gradient at the step's own

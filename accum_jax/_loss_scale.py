@@ -34,7 +34,7 @@ def dynamic_loss_scale(
     min_scale: float = 1.0,
     max_scale: float = 2.0**24,
 ) -> optax.GradientTransformationExtraArgs:
-    """Run `tx` on unscaled gradients, or skip it where they overflowed, then adjust the scale.
+    """Runs `tx` on unscaled gradients, or skips it where they overflowed; adjusts the scale.
 
     The loss is multiplied by `loss_scale(opt_state)` before it is differentiated. Given those
     gradients g, one call does, once each and in this order: g / scale in float32; check that all
@@ -140,7 +140,7 @@ def dynamic_loss_scale(
 def static_loss_scale(
     tx: optax.GradientTransformation, scale: float | jax.Array
 ) -> optax.GradientTransformationExtraArgs:
-    """Run `tx` on gradients divided once, in float32, by a constant `scale`.
+    """Runs `tx` on gradients divided once, in float32, by a constant `scale`.
 
     It neither checks nor skips: what overflowed reaches `tx`. Inside or outside `multi_steps` it
     gives the same.
@@ -187,7 +187,7 @@ def static_loss_scale(
 
 
 def loss_scale(opt_state: Any) -> jax.Array:
-    """Return the scale to multiply the next loss by.
+    """Returns the scale to multiply the next loss by.
 
     Constant over a window where the scale is inside `multi_steps`.
 
@@ -243,7 +243,7 @@ def _unscale(grads: Any, scale: jax.Array) -> Any:
 def _check_number(
     function: str, name: str, value: Any, *, above: float, below: float = math.inf
 ) -> float:
-    """Return `value` as a float that is strictly between the bounds."""
+    """Returns `value` as a float that is strictly between the bounds."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
             f"{function}: {name} must be a number, got {value!r} of type {type(value).__name__}."

@@ -44,7 +44,7 @@ def multi_steps(
     accumulator_dtype: Any = None,
     nonfinite: Literal["propagate", "skip_microbatch", "skip_window"] = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
-    """Run `tx` once per window of `k` microbatches, on the mean gradient of the window.
+    """Runs `tx` once per window of `k` microbatches, on the mean gradient of the window.
 
     With g_i the gradient and w_i the weight of microbatch i, `tx` sees Σ w_i·g_i / Σ w_i over the
     microbatches that were really in the window, divided once, in the accumulator dtype. In between
@@ -260,7 +260,7 @@ def has_updated(opt_state: Any) -> jax.Array:
 
 
 def microstep_schedule(schedule: optax.Schedule, k: int) -> optax.Schedule:
-    """Turn a schedule written in micro steps into one for an optimizer that counts update steps.
+    """Turns a schedule written in micro steps into one for an optimizer that counts update steps.
 
     Update step s uses `schedule(s * k)`: the value at the first micro step of its window.
 
@@ -288,7 +288,7 @@ def microstep_schedule(schedule: optax.Schedule, k: int) -> optax.Schedule:
 
 
 def from_optax_multi_steps(state: optax.MultiStepsState, *, use_grad_mean: bool = True) -> Any:
-    """Turn the state of `optax.MultiSteps` into that of `multi_steps`, in mid-window too.
+    """Turns the state of `optax.MultiSteps` into that of `multi_steps`, in mid-window too.
 
     Optax keeps the mean of the m gradients so far, here it is their sum m·mean with total weight
     m. `inner_opt_state` and the counters are taken as they are; what `should_skip_update_fn` kept
@@ -376,7 +376,7 @@ def _refuse_hidden_overflow(inner: Any, nonfinite: str) -> None:
 
 
 def _check_k(k: Any) -> Callable[[jax.Array], Any]:
-    """Return k as a function of the update step."""
+    """Returns k as a function of the update step."""
     if not callable(k):
         count = check_int("multi_steps", "k", k, _K)
         return lambda _: count

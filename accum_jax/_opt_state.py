@@ -56,7 +56,7 @@ _State = TypeVar("_State", MultiStepsState, LossScaleState, optax.SnapshotState)
 
 
 def find_states(opt_state: Any, kind: type[_State]) -> list[tuple[tuple[Any, ...], _State]]:
-    """Return path and state of every `kind` in `opt_state`, also of one inside another."""
+    """Returns path and state of every `kind` in `opt_state`, also of one inside another."""
     found = []
     leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=lambda x: isinstance(x, kind))
     for path, leaf in leaves:
@@ -79,7 +79,7 @@ def _unwrap(state: Any) -> Any:
 
 
 def find_state(function: str, opt_state: Any, kind: type[_State], made_by: str) -> _State:
-    """Return the one `kind` in `opt_state`; none or several is a ValueError that says which."""
+    """Returns the one `kind` in `opt_state`; none or several is a ValueError that says which."""
     found = find_states(opt_state, kind)
     if len(found) == 1:
         return found[0][1]
@@ -96,7 +96,7 @@ def find_state(function: str, opt_state: Any, kind: type[_State], made_by: str) 
 
 
 def telemetry(opt_state: Any) -> dict[str, jax.Array]:
-    """Collect what a log needs from a nested optimizer state: a flat dict of scalars.
+    """Collects what a log needs from a nested optimizer state: a flat dict of scalars.
 
     ======================================  =====================================================
     `multi_steps/mini_step`                 position in the window

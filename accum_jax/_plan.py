@@ -122,6 +122,9 @@ class Plan:
           stats: what `value_and_grad(..., stats="norms")` measured in one window. Windows are
             noisy: replace `noise_scale` by the average of several.
 
+        Returns:
+          A sentence or two with the numbers.
+
         Raises:
           ValueError: it has no noise scale.
         """

@@ -328,6 +328,9 @@ def thread(argnum: int) -> Thread:
       argnum: the position of the argument, which has the structure, shapes and dtypes of this part
         of the output.
 
+    Returns:
+      A leaf for `reduce` in `accumulate`, or for `aux` in `value_and_grad`.
+
     Raises:
       TypeError: when built, if `argnum` is not a Python int.
 

@@ -15,7 +15,7 @@ from ._reduce import wide_dtype
 
 
 def check_transformation(function: str, tx: Any) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` with support for extra arguments, or a TypeError where it is none."""
+    """Returns `tx` with support for extra arguments, or a TypeError where it is none."""
     if not isinstance(tx, optax.GradientTransformation):
         remedy = "Pass an optimizer such as optax.adam(1e-3)."
         if hasattr(tx, "gradient_transformation"):
@@ -41,7 +41,7 @@ def cond(predicate: Any, true_fun: Callable[[], Any], false_fun: Callable[[], An
 
 
 def init_inner(tx: optax.GradientTransformation, params: Any) -> Any:
-    """Return the state of `tx` as strongly typed arrays, so that the second call does not retrace.
+    """Returns the state of `tx` as strongly typed arrays, so that the second call does not retrace.
 
     A Python number or a weakly typed array would come back from the conditional strongly typed.
     """
@@ -58,7 +58,7 @@ def make_outcomes(
     *,
     fall_back: bool,
 ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[], tuple[Any, Any]]]:
-    """Make the two outcomes of a wrapped `tx`: run it, or leave everything as it is.
+    """Makes the two outcomes of a wrapped `tx`: run it, or leave everything as it is.
 
     Both give updates of the dtypes that `tx` alone gives for `grads`, and a state of the dtypes
     of `state`, so that they can be the branches of one conditional.
