@@ -23,7 +23,7 @@ Optimizers, for loops that see one microbatch a call, and for float16:
   `loss_scale`        the factor for the next loss, from a nested state
   `telemetry`         counters of a nested state, for a log
 
-Questions, each answered by an object that prints as a table:
+Questions, and what answers them:
   `audit`             is accumulating this loss the same as the whole batch?
   `audit_step`        is this step, and if not, why? (both: `AuditReport` of `Finding`s)
   `plan`              which microbatch fits in memory, on this machine or another?
