@@ -238,7 +238,7 @@ class _Stack(LeafReducer):
         return jnp.zeros((self.window.split.num_full, *self.leaf.shape), self.leaf.dtype)
 
     def update(self, carry, x, microbatch):
-        return lax.dynamic_update_index_in_dim(carry, x, microbatch.index, 0)
+        return _write(carry, x, microbatch.index, 0)
 
     def merge(self, carry):
         return self.window.axes.agree(carry)
@@ -271,7 +271,7 @@ class _Concat(LeafReducer):
         if microbatch.is_tail:
             return rows, x
         axis = 0 if self.window.split.stacked else 1
-        return lax.dynamic_update_index_in_dim(rows, x, microbatch.index, axis), tail
+        return _write(rows, x, microbatch.index, axis), tail
 
     def merge(self, carry):
         return carry  # every device keeps its rows
@@ -280,6 +280,12 @@ class _Concat(LeafReducer):
         rows, tail = carry
         rows = rows.reshape((rows.shape[0] * rows.shape[1], *rows.shape[2:]))
         return jnp.concatenate([rows, tail]) if self.window.split.tail else rows
+
+
+def _write(whole: jax.Array, x: jax.Array, index: Any, axis: int) -> jax.Array:
+    """Puts `x` at `index` of an axis of an array with its explicit sharding."""
+    like = jax.eval_shape(lambda x: jnp.broadcast_to(jnp.expand_dims(x, axis), whole.shape), x)
+    return lax.dynamic_update_index_in_dim(match(whole, like), x, index, axis)
 
 
 def _one_device_only(window: Window) -> str | None:

@@ -571,6 +571,27 @@ def test_parameters_sharded_over_an_axis_beside_the_data(size):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("split", [{"k": 2}, {"microbatch_size": 3, "remainder": "tail"}])
+def test_embeddings_of_explicit_sharding(split):
+    params, batch = problem()
+
+    def wide(params, batch):
+        return jnp.tanh(batch["a"] @ params["first"])
+
+    def variance(params, z, batch):
+        return jnp.mean(jnp.square(z - z.mean(0)) * params["t"])
+
+    specs = {"first": P(None, "model"), "t": P()}
+    params = {name: params[name] for name in specs}
+    mesh = two_axes(2, (AxisType.Explicit,) * 2)
+    placed = jax.tree.map(lambda x, spec: spread(x, mesh, spec), params, specs)
+    fn = coupled_value_and_grad(wide, variance, mesh=mesh, arg_specs={0: specs}, **split)
+    actual = jitted(fn)(placed, spread(batch, mesh, P("data")))
+    assert_close(actual, whole_batch(variance, wide)(params, batch), NARROW)
+    assert actual[1]["first"].sharding.is_equivalent_to(placed["first"].sharding, 2)
+
+
+@pytest.mark.slow
 def test_a_loss_with_a_map_of_its_own():
     """A ring: each device sees the other rows in turn, and no device holds all pairs."""
     mesh, (params, batch) = make_mesh(4), problem()
