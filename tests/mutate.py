@@ -84,7 +84,7 @@ MUTATIONS = (
         "x = x.astype(carry.dtype)\n",
         "x = match(self.window.axes.sum(x.astype(carry.dtype), self.spec), carry)\n"
         "        x = x / self.window.axes.size\n",
-        "collectives",
+        "sharding",
     ),
     Mutation(
         "not reduced over devices",

@@ -142,6 +142,25 @@ def test_noise_scale_is_in_examples_whatever_k():
         np.testing.assert_allclose(stats.noise_scale, 8, rtol=4 / np.sqrt(k))
 
 
+@pytest.mark.parametrize("reducer", ["sum", "sum_over_weight"])
+def test_noise_scale_of_a_loss_that_is_a_sum_is_that_of_its_mean(run, reducer):
+    params, batch = mse_problem(12)
+
+    def total(params, batch):
+        return mse(params, batch) * len(batch["x"])
+
+    def norms_of(loss, **options):
+        fn = accumulate(jax.value_and_grad(loss), 4, stats="norms", **options)
+        return run(fn)(params, batch)[1]
+
+    mean = norms_of(mse)
+    summed = norms_of(total, reduce=reducer, weight=lambda batch: len(batch["x"]))
+    rows = 12 if reducer == "sum" else 1
+    np.testing.assert_allclose(summed.global_norm, rows * mean.global_norm, rtol=1e-5)
+    for name in ("mean_microbatch_square_norm", "noise_scale"):
+        np.testing.assert_allclose(getattr(summed, name), getattr(mean, name), rtol=1e-4)
+
+
 def test_noise_scale_of_one_microbatch_is_nan(run):
     _, stats = run(accumulate(jax.grad(_loss), 1, stats="norms"))(_PARAMS, _ROWS[0])
     assert np.isnan(stats.noise_scale)
