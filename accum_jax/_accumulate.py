@@ -335,7 +335,7 @@ def value_and_grad(
     `jax.grad` holds a finished gradient beside it, as large as the parameters where layers run
     under `lax.scan`. Weights keep a conditional around the backward pass: for a transformer with P
     bytes of parameters, 1.06 P without and 1.09 P with them on CPU, 1.16 P and 1.50 P on TPU v5e,
-    against 2.0 P and 2.1 P for the loop. In mixed precision the gain needs float32 parameters that
+    against 2.0 P and 2.2 P for the loop. In mixed precision the gain needs float32 parameters that
     are cast inside each layer (inside the scanned body); a cast before the loss gains nothing, and
     parameters in bfloat16 run the loop, with their sums in float32.
 

@@ -53,7 +53,9 @@ def multi_steps(
 
     Memory: one accumulator of the parameters' size. A micro step that makes no update reads and
     writes gradient and accumulator, and writes the zeros; with a donated state it moves nothing
-    of `tx`'s state.
+    of `tx`'s state. The conditional has a price: gradient and updates are whole beside the
+    accumulator. For P bytes of parameters that is 1.7 to 3.1 P of temporaries, against 0.7 to 2.1 P
+    for `optax.MultiSteps`, which computes `tx` in every micro step. `value_and_grad` needs least.
 
     Use it as `multi_steps(dynamic_loss_scale(chain(clip, optimizer)), k)`. A transformation put
     outside (`chain(multi_steps(tx, k), decay)`) runs at every micro step.
