@@ -23,7 +23,9 @@ from benchmarks.targets import Target
 from benchmarks.ways import Way
 
 _BASELINE = ways.HAND_WRITTEN
-# At most so many times the time of the hand-written scan.
+# At most so many times the time of the hand-written scan. For the MLP the compiled loop in place is
+# that scan's instruction by instruction, with the same FLOPs and bytes, in an order of XLA's that
+# takes 2 to 7 % longer on a CPU.
 _LIMITS = {
     "MLP, Python layers": {ways.ACCUMULATE: 1.02, ways.IN_PLACE: 1.05},
     "transformer, scanned layers": {ways.ACCUMULATE: 1.02, ways.IN_PLACE: 1.0},
@@ -117,7 +119,7 @@ def measure(
 
 
 def small_mlp() -> Model:
-    return models.mlp(layers=4, width=256, microbatch_size=8)
+    return models.mlp(layers=4, width=512, microbatch_size=8)
 
 
 def small_transformer() -> Model:
