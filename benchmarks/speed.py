@@ -137,7 +137,7 @@ def run(quick: bool, targets: Sequence[Target], announce: Callable[[str], None])
     ):
         announce(f"speed: {model.name}, k = {k}")
         if quick:
-            rows += measure(model, (*claimed, *others), k, seconds=20)
+            rows += measure(model, (*claimed, *others), k, seconds=12)
         else:
             rows += measure(model, ways.WAYS, k, seconds=120, **_beside_jax(model, k))
     names = dict.fromkeys(row["model"] for row in rows)
