@@ -249,15 +249,17 @@ def run(quick: bool, targets: Sequence[Target], announce: Callable[[str], None])
     ]
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     rows = []
-    with tempfile.TemporaryFile("w+") as errors:
-        child = subprocess.Popen(
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
             [sys.executable, "-m", "benchmarks.collectives", json.dumps(plan)],
             cwd=Path(__file__).parents[1],
             env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
             stdout=subprocess.PIPE,
             stderr=errors,  # of which a compiler for a machine that is not here writes pages
             text=True,
-        )
+        ) as child,
+    ):
         assert child.stdout is not None
         for machine, way, k in plan:
             announce(f"collectives: {way}, k = {k}, for {machine}")
@@ -267,7 +269,6 @@ def run(quick: bool, targets: Sequence[Target], announce: Callable[[str], None])
                 errors.seek(0)
                 raise RuntimeError(f"collectives: {way}, k = {k}, {machine}:\n{errors.read()}")
             rows.append(json.loads(line))
-        child.wait()
     machines = list(dict.fromkeys(row["machine"] for row in rows))
     tables = [_table([row for row in rows if row["machine"] == name]) for name in machines]
     found = [claim for row in rows for claim in claims(row)]

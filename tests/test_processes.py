@@ -128,7 +128,8 @@ def test_a_process_dies_and_the_run_is_taken_up_again(tmp_path):
 
 @pytest.mark.slow
 def test_recipe_of_the_readme_on_two_hosts_and_taken_up_again(tmp_path):
-    (code,) = [b["code"] for b in BLOCKS if "jax.distributed.initialize" in b["code"]]
+    blocks = [block["code"] for _, block in (case.values for case in BLOCKS)]
+    (code,) = [code for code in blocks if "jax.distributed.initialize" in code]
     code += "print([x.hex() for x in np.asarray(params.addressable_data(0)).tolist()])\n"
 
     def run(updates, folder, hosts=2):
